@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -46,6 +47,21 @@ def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Comman
         return command
 
     return add
+
+
+class Size(click.ParamType):
+    """Number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
+
+    name = "size"
+
+    def convert(
+        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", str(value), re.IGNORECASE)
+        if found is None:
+            self.fail(f"{value!r}: write bytes, or a number with K, M or G, e.g. 4G", param, ctx)
+        power = " KMG".index(found[2].upper() or " ")
+        return int(float(found[1]) * 1024**power)
 
 
 def model_argument(command: Command) -> Command:
@@ -166,6 +182,13 @@ _LOADING = (
         default=4 << 30,
         show_default=True,
         help="Size of that folder at most.",
+    ),
+    click.option(
+        "--expert-memory",
+        type=Size(),
+        metavar="SIZE",
+        help="Memory for a model's experts, such as 4G or 800M: those used last stay, and others "
+        "are read when they are used.  [default: all, as far as they fit]",
     ),
     click.option(
         "--config",

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.stack import flattened, stacked
+from edgellm.graphs.safetensors_folder import FLOATS
+from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import layer_tensors, model_tensors
 from edgellm.graphs.typed_json import key_of
@@ -71,8 +72,11 @@ class Translation:
             return stacked(each, name=name.name.format("*"))
         whole = name.name if isinstance(name, Fused) else name
         tensor = self.stored(whole)
+        if isinstance(name, Fused) and name.transposed and tensor.storage in FLOATS:
+            tensor = rows_first(tensor)
         if experts:
-            tensor = flattened(tensor, experts, name=whole)
+            bias = canonical.endswith("_bias")
+            tensor = flattened(tensor, experts, name=whole, matrices=not bias)
         if isinstance(name, Fused):
             tensor = self._part(canonical, name, tensor, stacks=max(experts, 1))
         return tensor
@@ -89,6 +93,8 @@ class Translation:
             )
         index = fused.parts.index(part.removesuffix("_bias"))
         first = sum(counts[:index])
+        if fused.interleaved:
+            return rows_of_tensor(tensor, np.arange(index, tensor.shape[0], len(counts)))
         if stacks == 1:
             return rows_of_tensor(tensor, slice(first, first + counts[index]))
         order = np.arange(tensor.shape[0]).reshape(stacks, -1)

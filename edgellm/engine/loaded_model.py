@@ -30,6 +30,7 @@ from edgellm.engine.thread import EngineThread
 from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
 from edgellm.options import EngineOptions
@@ -110,12 +111,20 @@ class LoadedModel:
         return open_template(self.bundle, self.tokenizer)
 
     @property
+    def expert_memory(self) -> ExpertMemory | None:
+        """Experts in memory, where there is a limit for them; else None."""
+        decoder = self.decoder
+        return decoder.model.expert_memory if isinstance(decoder, StepBackend) else None
+
+    @property
     def fallbacks(self) -> list[str]:
-        """Notes on a back end and a scheduling that took the place of others, and why."""
+        """Notes on a back end and a scheduling in the place of others, and on vain options."""
         notes = [] if self._why_cpu is None else [self._why_cpu]
         used, asked = self.scheduling, self.options.scheduling
         if used != asked:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
+        if self.options.expert_memory is not None and not self.config.has_experts:
+            notes.append("`expert_memory` has no effect: the model has no experts")
         return notes
 
     @property

@@ -76,7 +76,9 @@ class Request(Stream):
         self._scores: PromptScores | None = None
         if options.prompt_logprobs is not None:
             self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
-        self._stats = AnswerStats(len(context.tokens) + dropped, dropped=dropped)
+        self._stats = AnswerStats(
+            len(context.tokens) + dropped, dropped=dropped, experts=engine.expert_memory
+        )
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 

@@ -226,12 +226,12 @@ def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float
 def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
     """Compute the common part `[Hkv, D]` of a layer's keys.
 
-    Zeros if scores are capped (softcap), because leaving it out would change them, and where a norm
-    comes behind the bias.
+    Zeros if scores are capped (softcap) or stand beside sinks, because leaving it out would change
+    them, and where a norm comes behind the bias.
     """
     constant = _constant(checkpoint, layer, "k")
     attention = checkpoint.config.layers[layer].attention
-    if attention.softcap is not None or attention.qk_norm != "none":
+    if attention.softcap is not None or attention.sinks or attention.qk_norm != "none":
         return np.zeros_like(constant)
     inv_freq = checkpoint.config.rope_of(layer).inv_freq
     return common_part(constant, inv_freq, magnitude=magnitude)

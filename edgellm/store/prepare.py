@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm.errors import BundleError, ModelFormatError
+from edgellm.errors import BundleError, EdgeLLMError, ModelFormatError
+from edgellm.graphs.config import ModelConfig
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
@@ -50,7 +53,8 @@ def prepare(
     """
     wanted = precisions if callable(precisions) else tuple(precisions)
     delete_abandoned_at_home()
-    source = resolve(name, progress=progress)
+    # a function of the config refuses what cannot run the model
+    source = resolve(name, check=partial(names_of, wanted), progress=progress)
     if out is None and is_bundle(source.path):
         return _open_given(source, wanted)
     at_home = bundles_dir() / source.key
@@ -101,6 +105,19 @@ def prepared(name: str, *, precisions: Precisions) -> Bundle | None:
     if is_bundle(source.path):
         return _open_given(source, precisions)
     return _open_if_complete(bundles_dir() / source.key, precisions)
+
+
+def config_here(name: str) -> ModelConfig | None:
+    """Return the config of a model on this machine; None if there is none that can be read."""
+    from edgellm.graphs.checkpoint import open_checkpoint  # 0.1 s, and rarely needed
+
+    with contextlib.suppress(EdgeLLMError):
+        source = resolve_here(name)
+        if source is not None and is_bundle(source.path):
+            return open_bundle(source.path).config
+        if source is not None:
+            return open_checkpoint(source.path).config
+    return None
 
 
 def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:

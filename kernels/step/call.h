@@ -9,7 +9,7 @@
 
 namespace edgellm {
 
-enum Activation : int32_t { SILU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 enum Mixer : int32_t { ATTENTION, SHORT_CONV };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
@@ -19,7 +19,8 @@ struct Norm {
 
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all experts, one behind the other
+    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all
+    // experts, one behind the other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -28,6 +29,8 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    SharedExpert shared;
+    const float* sinks;    // [heads]
     ShortConv short_conv;
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t heads, window, rope, activation;
@@ -49,6 +52,7 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
+    ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };

@@ -82,7 +82,7 @@ public:
                 run_attention(worker, layer, l);
             add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
-                run_experts(worker, layer);
+                run_experts(worker, layer, l);
             else
                 run_mlp(worker, layer);
         }
@@ -125,7 +125,7 @@ private:
             worker,
             [&](int r) {
                 if (l > call_.first_layer)
-                    complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    complete_layer(r, model_.layers[l - 1]);
                 normalize(layer.attention_norm, r, layer.any_fine());
             },
             weights(first));
@@ -160,7 +160,7 @@ private:
         });
         attention(worker, layer, heads);
         every_row(
-            worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
+            worker, [&](int r) { join_splits(layer, heads, attended, r); },
             weights(layer.o));
     }
 
@@ -220,6 +220,11 @@ private:
         add_to(residual, normed, model_.hidden);
     }
 
+    // Experts have added their biases, each by its share.
+    void complete_layer(int r, const edgellm::Layer& layer) const {
+        complete(r, layer.has_experts() ? nullptr : layer.down_bias, layer.post_mlp_norm);
+    }
+
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
         const auto add = [&](const float* bias, int outputs) {
             for (int i = 0; bias && i < outputs; ++i) qkv[i] += bias[i];
@@ -266,8 +271,7 @@ private:
     }
 
     void finish(int r) const {
-        const edgellm::Layer& last = model_.layers[call_.last_layer - 1];
-        complete(r, last.down_bias, last.post_mlp_norm);
+        complete_layer(r, model_.layers[call_.last_layer - 1]);
         const float* x = b_.residual + size_t(r) * model_.hidden;
         float* out = call_.states + size_t(r) * model_.hidden;
         if (call_.last_layer < model_.layer_count) {
@@ -335,14 +339,15 @@ private:
                                            span.start,
                                            layer.window,
                                            layer.scale,
-                                           layer.softcap};
+                                           layer.softcap,
+                                           layer.sinks};
             attend_rows(kv_of(layer, at.span), queries,
                         {layer.slot, at.kv_head, first, rows, from, to,
                          part(heads, at.span, at.split, at.kv_head, first), next_row});
         });
     }
 
-    void join_splits(const edgellm::KV& kv, const edgellm::Heads& heads, const edgellm::Rows& attended,
+    void join_splits(const edgellm::Layer& layer, const edgellm::Heads& heads, const edgellm::Rows& attended,
                      int r) const {
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
         const int span = span_of_[r], group = heads.group;
@@ -351,7 +356,7 @@ private:
             float* sum = part(heads, span, 0, kv_head, row);
             for (int s = 1; s < heads.spans[span].splits; ++s)
                 join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
-            finish_row(kv, sum, out + head * heads.head_dim);
+            finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out + head * heads.head_dim);
         }
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }
@@ -360,7 +365,8 @@ private:
         const int groups = layer.up.outputs / edgellm::GROUP, run = groups_at_once(layer);
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
-            activate_groups(layer, layer.gate, layer.up, first, end, b_.x, rows_, out);
+            activate_groups({layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation}, first, end, b_.x,
+                            rows_, out);
         });
     }
 
@@ -377,7 +383,7 @@ private:
         add_product(worker, layer.down, activated, layer.post_mlp_norm);
     }
 
-    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const size_t hidden = model_.hidden;
         every_row(worker, [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
@@ -386,11 +392,13 @@ private:
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
                 std::memcpy(b_.experts.normed(r), x, 4 * hidden);
+            if (layer.shared.up.panels)
+                quantize_groups(b_.experts.normed(r), 0, model_.hidden / edgellm::GROUP, b_.x, r, false);
         });
-        b_.experts.run(worker, layer);
+        b_.experts.run(worker, model_, l, b_.x);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
-            b_.experts.sum(layer.router, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
+            b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
     }
 

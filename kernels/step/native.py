@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
@@ -46,8 +47,8 @@ class _Router(ctypes.Structure):
     """Router of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection")),
+        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
         ("scale", ctypes.c_float),
     ]
 
@@ -56,8 +57,29 @@ class _Router(ctypes.Structure):
         routing = layer.routing
         if routing is None:
             return cls()
-        counts = routing.experts, routing.used, routing.normalized
-        return cls(address(layer.router), *counts, routing.scale)
+        return cls(
+            *map(address, (layer.router, layer.router_bias, layer.selection_bias)),
+            routing.experts,
+            routing.used,
+            routing.normalized,
+            routing.scores == "sigmoid",
+            routing.scale,
+        )
+
+
+class _SharedExpert(ctypes.Structure):
+    """Expert that all rows go through; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("gate", "up", "down")),
+        ("router", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> _SharedExpert:
+        if layer.shared is None:
+            return cls()
+        return cls(*map(layer_of, layer.shared), address(layer.shared_router))
 
 
 class _Layer(ctypes.Structure):
@@ -68,6 +90,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
+        ("shared", _SharedExpert),
+        ("sinks", ctypes.c_void_p),
         ("short_conv", ShortConvLayer),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -85,6 +109,7 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
+        ("expert_memory", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
@@ -160,6 +185,8 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
+        _SharedExpert.of(layer),
+        address(layer.sinks),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
@@ -210,12 +237,15 @@ class FusedStep:
         weights: Weights,
         ropes: Sequence[RopeTable],
         pools: Sequence[KVBlocks | StateBlocks],
+        *,
+        expert_memory: int | None = None,
     ) -> None:
         """Take the addresses of all parts.
 
         Args:
             ropes: RoPE tables, which `LayerWeights.rope` indexes.
             pools: pools, which `LayerWeights.pool` indexes.
+            expert_memory: bytes of experts that stay in memory, see `ExpertMemory`; None: all do.
 
         Raises:
             ValueError: a part does not fit the others.
@@ -238,12 +268,19 @@ class FusedStep:
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
+        counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
+        self.expert_memory: ExpertMemory | None = None
+        if expert_memory is not None and any(counts):
+            self.expert_memory = ExpertMemory(
+                expert_memory, layers=len(counts), experts=max(counts)
+            )
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
             address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
+            None if self.expert_memory is None else self.expert_memory.pointer,
             len(weights.layers),
             weights.embedding.inputs,
             weights.epsilon,

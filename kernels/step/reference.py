@@ -85,9 +85,8 @@ def through(
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
-        down = _biased(_feed_forward(normed, layer, product_of), layer.down_bias)
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
-        x = x + norm(down, *post, weights.epsilon)
+        x = x + norm(_feed_forward(normed, layer, product_of), *post, weights.epsilon)
     return x
 
 
@@ -119,6 +118,7 @@ def _attention(
         window=layer.window,
         scale=layer.scale,
         softcap=layer.softcap,
+        sinks=layer.sinks,
     )
     return attended.reshape(len(x), -1)
 
@@ -131,30 +131,46 @@ def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
 def _feed_forward(
     x: Floats, layer: LayerWeights, product_of: Callable[[int, int], _Product]
 ) -> Floats:
-    """Compute the MLP, or the experts that the router chooses for each row.
+    """Compute the MLP, or the experts that the router chooses for each row, and the shared one.
 
     Args:
         product_of: gives the products of one of so many parts of the layer.
     """
     if layer.routing is None or layer.router is None:
-        product = product_of(0, 1)
-        return product(_mlp(x, layer, product), "down")
+        return _mlp(x, layer, product_of(0, 1))
     count, out = layer.routing.experts, np.zeros_like(x)
-    shares = experts.shares(x @ layer.router.T.astype(np.float64), layer.routing)
+    logits = _biased(x @ layer.router.T.astype(np.float64), layer.router_bias)
+    shares = experts.shares(logits, layer.routing, layer.selection_bias)
     for expert in range(count):
         rows = shares[:, expert] > 0
         if rows.any():
-            product = product_of(expert, count)
-            y = product(_mlp(x[rows], layer, product), "down")
+            y = _mlp(x[rows], layer, product_of(expert, count), expert, count)
             out[rows] += shares[rows, expert, None] * y
-    return out
+    if layer.shared is None:
+        return out
+    product, share = product_of(0, 1), np.ones((len(x), 1))
+    if layer.shared_router is not None:
+        share = 1 / (1 + np.exp(-x @ layer.shared_router.astype(np.float64)))[:, None]
+    inner = gated(product(x, "shared_gate"), product(x, "shared_up"), layer.activation)
+    return out + share * product(inner, "shared_down")
 
 
-def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
-    up = _biased(product(x, "up"), layer.up_bias)
-    if layer.gate is None:
-        return activate(up, layer.activation)
-    return activate(_biased(product(x, "gate"), layer.gate_bias), layer.activation) * up
+def _mlp(
+    x: Floats, layer: LayerWeights, product: _Product, expert: int = 0, count: int = 1
+) -> Floats:
+    """Compute an MLP, which may be one of `count` experts."""
+
+    def biased(x: Floats, name: str) -> Floats:
+        bias = getattr(layer, f"{name}_bias")
+        return _biased(product(x, name), None if bias is None else np.split(bias, count)[expert])
+
+    up = biased(x, "up")
+    inner = (
+        activate(up, layer.activation)
+        if layer.gate is None
+        else gated(biased(x, "gate"), up, layer.activation)
+    )
+    return biased(inner, "down")
 
 
 def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: int) -> _Product:
@@ -177,9 +193,17 @@ def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: 
 
 def activate(x: Floats, activation: Activation) -> Floats:
     """Apply SiLU, or GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415)."""
-    if activation == "silu":
-        return np.asarray(x / (1 + np.exp(-x)))
-    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+    if activation == "gelu_tanh":
+        return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
+    """Compute `activation(gate) * up`, or the clamped form of gpt-oss (arXiv:2508.10925)."""
+    if activation != "clamped_swiglu":
+        return activate(gate, activation) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return np.asarray(gate / (1 + np.exp(-1.702 * gate)) * (up + 1))
 
 
 def norm(
