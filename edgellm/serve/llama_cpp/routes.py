@@ -79,6 +79,8 @@ def _vllm(seen: Metrics, usage: float) -> Iterator[str]:
         "prompt_tokens": (seen.prompt_tokens, "Prompt tokens, cached ones included."),
         "prompt_tokens_cached": (seen.cached_tokens, "Cached prompt tokens."),
         "generation_tokens": (seen.generation_tokens, "Generated tokens."),
+        "spec_decode_num_draft_tokens": (seen.drafted_tokens, "Tokens guessed ahead."),
+        "spec_decode_num_accepted_tokens": (seen.accepted_tokens, "Right guesses among them."),
     }
     for name, (value, meaning) in counters.items():
         yield from _simple(f"vllm:{name}_total", "counter", meaning, value)
