@@ -70,8 +70,4 @@ def bench(
         repetitions=repetitions,
         progress=show,
     )
-    if llm.engine.expert_memory is not None:
-        used = llm.engine.expert_memory.use
-        said = f"{100 * used.hit_rate:.1f} % of their uses, {used.bytes_read / 1e9:.2f} GB read"
-        click.echo(f"experts in memory: {said}", err=True)
     click.echo((to_json if output == "json" else to_markdown)(results, llm.engine))

@@ -49,19 +49,14 @@ def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Comman
     return add
 
 
-class Size(click.ParamType):
-    """Number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
-
-    name = "size"
-
-    def convert(
-        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", str(value), re.IGNORECASE)
-        if found is None:
-            self.fail(f"{value!r}: write bytes, or a number with K, M or G, e.g. 4G", param, ctx)
-        power = " KMG".index(found[2].upper() or " ")
-        return int(float(found[1]) * 1024**power)
+def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Parse a number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if found is None:
+        raise click.BadParameter(f"{text!r}: write bytes, or a number with K, M or G, e.g. 4G")
+    return int(float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " "))
 
 
 def model_argument(command: Command) -> Command:
@@ -185,7 +180,7 @@ _LOADING = (
     ),
     click.option(
         "--expert-memory",
-        type=Size(),
+        callback=_bytes,
         metavar="SIZE",
         help="Memory for a model's experts, such as 4G or 800M: those used last stay, and others "
         "are read when they are used.  [default: all, as far as they fit]",

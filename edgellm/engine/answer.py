@@ -267,7 +267,7 @@ class AnswerStats:
             draft_failure=speculation.failure,
             dropped_tokens=self.dropped,
             preempted=self.preempted,
-            experts=self._experts and self._experts.use.since(self._used_before),
+            experts=None if self._experts is None else self._experts.use.since(self._used_before),
             tasks=tuple(self._tasks),
         )
 

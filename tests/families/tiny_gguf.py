@@ -108,6 +108,13 @@ def lfm2(w: gguf.GGUFWriter) -> None:
     w.add_shortconv_l_cache(3)
 
 
+def lfm2_moe(w: gguf.GGUFWriter) -> None:
+    lfm2(w)
+    w.add_leading_dense_block_count(1)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    w.add_expert_weights_scale(1.3)
+
+
 def gpt_oss(w: gguf.GGUFWriter) -> None:
     yarn(w)
     w.add_sliding_window(8)
@@ -169,6 +176,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
     "granitemoe": (ARCH.GRANITE_MOE, granite_multipliers, {}),
     "qwen2_moe": (ARCH.QWEN2MOE, qwen2_moe, {}),
+    "lfm2_moe": (ARCH.LFM2MOE, lfm2_moe, {}),
     "glm4_moe": (ARCH.GLM4_MOE, glm4_moe, {}),
     "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
 }
@@ -225,9 +233,10 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     width, kv_heads = config.intermediate_size, config.num_key_value_heads
-    if config.model_type == "lfm2":
+    if config.model_type.startswith("lfm2"):
         attends = [kind == "full_attention" for kind in config.layer_types]
         kv_heads = [kv_heads * each for each in attends]
+    if config.model_type == "lfm2":
         multiple = config.block_multiple_of
         width = multiple * -(-int(2 * width / 3) // multiple)
     writer.add_feed_forward_length(width)
@@ -243,7 +252,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "norm_epsilon"):
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
-        eps = config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps
+        eps = config.norm_eps if config.model_type.startswith("lfm2") else config.rms_norm_eps
         writer.add_layer_norm_rms_eps(eps)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -262,7 +271,10 @@ def stacked(tensors: Tensors) -> Tensors:
     experts: dict[str, list[np.ndarray]] = defaultdict(list)
     for key, values in sorted(tensors.items(), key=lambda item: _expert(item[0])):
         if _expert(key) >= 0:
-            experts[re.sub(r"experts\.\d+", "experts", key)].append(values)
+            name = re.sub(r"experts\.\d+", "experts", key).removeprefix("model.")
+            # the map knows these names without, others with that
+            known = "feed_forward" in name
+            experts[name if known else f"model.{name}"].append(values)
         elif "mlp.experts.gate_up_proj" in key:
             for index, name in enumerate(("gate", "up")):
                 kept = key.replace("gate_up_proj", f"{name}_proj")
@@ -271,6 +283,8 @@ def stacked(tensors: Tensors) -> Tensors:
             left |= _of_gpt_oss(key, values)
         elif key.endswith("sinks"):
             left[f"{key}.weight"] = values
+        elif key.endswith("feed_forward.expert_bias"):
+            left[f"{key}.bias"] = values
         elif key.endswith("e_score_correction_bias"):
             left[key.removesuffix("_bias") + ".bias"] = values
         elif key.endswith("shared_expert_gate.weight"):

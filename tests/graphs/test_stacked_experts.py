@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hf_weights import E2M1, mlx_affine, mlx_mxfp4, words, write_safetensors
 from random_checkpoint import exact
 from safetensors.numpy import load_file
 from tiny_families import logits, make
+from tiny_gguf import FILES, convert
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.checkpoint import open_checkpoint
@@ -129,3 +131,21 @@ def test_stacks_of_another_number_are_refused(tmp_path: Path) -> None:
     write_safetensors(file, {**tensors, **short})
     with pytest.raises(ModelFormatError, match=r"gate_up_proj has shape \[4, 192, 64\].*5 experts"):
         open_checkpoint(tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """As GLM-4.5's files have them behind the others, and count them."""
+    arch, keys, _ = FILES["glm4_moe"]
+    model = make("glm4_moe", tmp_path)
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        keys(writer)
+        writer.kv_data[0].pop("glm4moe.block_count")
+        writer.add_block_count(5)
+        writer.add_nextn_predict_layers(1)
+        for name in ("attn_q", "nextn.eh_proj"):
+            writer.add_tensor(f"blk.4.{name}.weight", np.zeros((32, 64), np.float32))
+
+    checkpoint = open_checkpoint(convert(tmp_path, tmp_path / "m.gguf", arch, add))
+    assert checkpoint.config.layer_count == 4
+    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=1e-4)
