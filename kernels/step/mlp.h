@@ -16,26 +16,29 @@ inline void add_to(float* x, const float* y, size_t n) {
 }
 
 // Groups first .. end of activation(gate(x)) * up(x), quantized; two panels of gate and up make one group. `gate` and
-// `up` are those of the layer, or of one of its experts.
+// `up` are those of the layer, or of one of its experts, which no adapter changes.
 inline void activate_groups(const edgellm::Layer& layer, const edgellm::Linear& gate, const edgellm::Linear& up,
-                            int first, int end, const edgellm::Rows& x, int rows, const edgellm::Rows& out) {
+                            int first, int end, const edgellm::Rows& x, int rows, const edgellm::Rows& out,
+                            const Adapters& adapters = {}) {
     const size_t width = size_t(end - first) * edgellm::GROUP;
     float* gates = static_cast<float*>(edgellm::scratch(rows * width * 8));
     float* ups = gates + rows * width;
-    const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y) {
+    const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y, const Changed& changed) {
         multiply_panels(linear, 2 * first, 2 * end, x, rows, y, width, false);
+        adapters.expand(changed, 2 * first, 2 * end, y, width);
         for (int r = 0; bias && r < rows; ++r) add_to(y + r * width, bias + size_t(first) * edgellm::GROUP, width);
     };
     const bool gated = layer.gated();  // read once: a store of a vector may change all else
     const int activation = layer.activation;
-    if (gated) product(gate, layer.gate_bias, gates);
-    product(up, layer.up_bias, ups);
+    if (gated) product(gate, layer.gate_bias, gates, {&layer, &edgellm::LayerChanges::gate, 0});
+    product(up, layer.up_bias, ups, {&layer, &edgellm::LayerChanges::up, 1});
     for (int r = 0; r < rows; ++r) {
         float *y = gates + r * width, *factor = ups + r * width;
         for (size_t i = 0; i < width; i += LANES) {
             const Vec linear = load(factor + i);
             store(y + i, gated ? activated(load(y + i), activation) * linear : activated(linear, activation));
         }
+        adapters.keep(r, y, first * edgellm::GROUP, static_cast<int>(width));
         quantize_groups(y, first, end, out, r, false);
     }
 }

@@ -13,6 +13,7 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
+from edgellm.kernels.lora import AdapterWeights
 
 Floats = NDArray[np.float32]
 Activation = Literal["silu", "gelu_tanh"]
@@ -239,6 +240,22 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
         raise ValueError(f"pools of layers, KV heads and head_dim {there}; needed are {needed}")
     if len({blocks.format for blocks in pools}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
+    """Refuse an adapter that was made for another model, or that changes experts.
+
+    Raises:
+        ValueError: the number of layers or the shape of a change differs.
+    """
+    _require("layers of the adapter", len(adapter.layers), len(weights.layers))
+    for index, (changes, layer) in enumerate(zip(adapter.layers, weights.layers, strict=True)):
+        for name, change in changes.items():
+            linear = getattr(layer, name)
+            if linear is None or (layer.routing is not None and name in ("gate", "up", "down")):
+                raise ValueError(f"layers.{index} has no {name} that an adapter can change")
+            shape = change.outputs, change.inputs
+            _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
 
 
 def _require(name: str, value: object, needed: object) -> None:
