@@ -84,7 +84,8 @@ def engine_options(arguments: LoadArguments) -> EngineOptions:
         OptionError: a value is not allowed.
     """
     engine = {name: value for name, value in arguments.items() if name in _ENGINE}
-    return EngineOptions(**engine)  # type: ignore[arg-type]
+    options = EngineOptions(**engine)  # type: ignore[arg-type]
+    return for_adapters(options) if arguments.get("adapters") else options
 
 
 def with_defaults(bundle: Bundle, defaults: GenerationArguments | None) -> Bundle:

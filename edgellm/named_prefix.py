@@ -66,9 +66,10 @@ def open_prefix(
     prefix = _read(folder)
     if prefix is None:
         kept = sorted({p.name for p, _ in kept_prefixes() if p.model == _model(engine)})
+        of = "" if adapter is None else f" and the adapter {adapter!r}"
         raise OptionError(
             f"no prefix {name!r} is kept for {_model(engine)} with a KV cache in "
-            f"{engine.options.kv_format} and adapter {adapter or 'none'}; kept for this model are: "
+            f"{engine.options.kv_format}{of}; kept for this model are: "
             f"{', '.join(kept) or 'none'}. `edgellm cache add` keeps one"
         )
     try:

@@ -270,7 +270,7 @@ def test_named_prefixes_are_of_one_adapter(llm: LLM) -> None:
     text = "abcdefgh" * 20
     with llm.prefix("it", text, adapter="one") as session:
         expected = session.generate(max_tokens=6, temperature=0).tokens
-    with pytest.raises(OptionError, match=r"no prefix 'it' is kept for .* adapter none"):
+    with pytest.raises(OptionError, match="no prefix 'it' is kept for"):
         llm.prefix("it")
     llm.prefix("it", text).close()
     with llm.prefix("it", adapter="one") as session:
