@@ -236,10 +236,7 @@ def _adapters(given: Iterable[str]) -> dict[str, AdapterSource]:
     adapters: dict[str, AdapterSource] = {}
     for text in given:
         name, named, path = text.rpartition("=") if "=" in text else ("", "", text)
-        before, _, after = path.rpartition(":")
-        scale = 1.0
-        if before and _is_number(after):
-            path, scale = before, float(after)
+        path, scale = path_and_scale(path)
         name = name if named else Path(path).name.removesuffix(".gguf")
         if not path or not name or name in adapters:
             raise OptionError(
@@ -249,11 +246,14 @@ def _adapters(given: Iterable[str]) -> dict[str, AdapterSource]:
     return adapters
 
 
-def _is_number(text: str) -> bool:
+def path_and_scale(text: str) -> tuple[str, float]:
+    """Split PATH:SCALE; without a number behind the last colon the scale is 1."""
+    path, _, number = text.rpartition(":")
     try:
-        return math.isfinite(float(text))
+        scale = float(number)
     except ValueError:
-        return False
+        return text, 1.0
+    return (path, scale) if path and math.isfinite(scale) else (text, 1.0)
 
 
 def chosen_adapter(name: str | None, arguments: LoadArguments) -> str | None:
