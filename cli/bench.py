@@ -57,7 +57,7 @@ def bench(
     output: str,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
-    adapter = chosen_adapter(adapter, load_arguments)
+    adapter = chosen_adapter(adapter)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from edgellm.cli.options import model_argument, path_and_scale
+from edgellm.cli.config import path_and_scale
+from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError

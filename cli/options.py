@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from edgellm import AdapterSource, LoadArguments
-from edgellm.cli.config import read_config
+from edgellm.cli.config import path_and_scale, read_config
 from edgellm.cli.llama_cpp_flags import KV_TYPES, ignored_options
 from edgellm.cli.text import say
 from edgellm.errors import OptionError
@@ -246,26 +245,16 @@ def _adapters(given: Iterable[str]) -> dict[str, AdapterSource]:
     return adapters
 
 
-def path_and_scale(text: str) -> tuple[str, float]:
-    """Split PATH:SCALE; without a number behind the last colon the scale is 1."""
-    path, _, number = text.rpartition(":")
-    try:
-        scale = float(number)
-    except ValueError:
-        return text, 1.0
-    return (path, scale) if path and math.isfinite(scale) else (text, 1.0)
-
-
-def chosen_adapter(name: str | None, arguments: LoadArguments) -> str | None:
+def chosen_adapter(name: str | None) -> str | None:
     """Return the adapter that --adapter names, or the only one of --lora; None: there is none.
 
     Raises:
         OptionError: several are given, and none is named.
     """
-    adapters = arguments.get("adapters") or {}
-    if name is None and len(adapters) > 1:
-        raise OptionError(f"--lora is given {len(adapters)} times; choose with --adapter NAME")
-    return name if name is not None else next(iter(adapters), None)
+    given = _adapters(click.get_current_context().params.get("lora") or ())
+    if name is None and len(given) > 1:
+        raise OptionError(f"--lora is given {len(given)} times; choose with --adapter NAME")
+    return name if name is not None else next(iter(given), None)
 
 
 def draft_options(command: Command) -> Command:
@@ -442,7 +431,7 @@ def sampling_options(command: Command) -> Command:
             for value in (given.pop(name, None),)
             if source(name) not in (None, ParameterSource.DEFAULT)
         }
-        adapter = chosen_adapter(chosen.get("adapter"), given.get("load_arguments", {}))
+        adapter = chosen_adapter(chosen.get("adapter"))
         if adapter is not None:
             chosen["adapter"] = adapter
         if "logit_bias" in chosen:

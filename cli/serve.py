@@ -230,7 +230,8 @@ def _served(
         )
 
     load_arguments = load_arguments.copy()
-    of_first: LoadArguments = {"adapters": load_arguments.pop("adapters", None)}
+    given = load_arguments.pop("adapters", None)
+    of_first: LoadArguments = {"adapters": given} if given else {}
     served: list[ServedModel] = []
     for name in names:
         id, source = split_id(name)

@@ -100,8 +100,7 @@ def export(
     if not callable(wanted):
         wanted = tuple(wanted)
         check_request(wanted, chunk_sizes)
-    if weights is not None and weights not in FLOAT_WEIGHTS:
-        raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
+    _check_weights(weights)
     out = out.absolute()
     source += "".join(f" + {path.absolute()}:{scale:g}" for path, scale in lora)
     with disk_errors(out):
@@ -109,10 +108,8 @@ def export(
         with locked(out):
             delete_abandoned(out.parent, of=out.name, abandoned_s=0)
             present = present_at(out, source, force=force, mend=mend)
-            if present is not None and chunk_sizes is not None:
-                check_same_sizes(out, present, chunk_sizes)
-            if present is not None and weights is not None:
-                check_same_weights(out, present, weights)
+            if present is not None:
+                _check_same(out, present, chunk_sizes, weights)
             checkpoint: Checkpoint | None = None
             if present is None:
                 checkpoint = _opened(checkpoint_path, lora)
@@ -136,6 +133,20 @@ def export(
                 else:
                     exporter.add(out, present, missing)
     return bundles.open_bundle(out)
+
+
+def _check_weights(weights: str | None) -> None:
+    if weights is not None and weights not in FLOAT_WEIGHTS:
+        raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
+
+
+def _check_same(
+    out: Path, present: Manifest, chunk_sizes: Sequence[int] | None, weights: str | None
+) -> None:
+    if chunk_sizes is not None:
+        check_same_sizes(out, present, chunk_sizes)
+    if weights is not None:
+        check_same_weights(out, present, weights)
 
 
 def _opened(path: Path, lora: Sequence[Merge]) -> Checkpoint:

@@ -119,13 +119,16 @@ class ServedAdapters:
         adapters, asked = self.of_model(model), [each for each in lora if each[1]]
         if not asked:
             return None
-        numbers = f"0 to {len(adapters) - 1}" if adapters else "none"
+        if not adapters:
+            raise RequestError(
+                "not_supported", "`lora`: no adapters are served; leave it out", param="lora"
+            )
         (number, scale), *others = asked
         if others or not 0 <= number < len(adapters):
             raise RequestError(
                 "invalid_request",
                 f"`lora` asks for {len(asked)} adapters, the first is {number}; one is allowed, of "
-                f"{numbers}",
+                f"0 to {len(adapters) - 1}",
                 param="lora",
             )
         name, adapter = adapters[number]

@@ -169,6 +169,7 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("echo", "post_sampling_probs", "grammar_lazy"):
         if fields.flag(name):
             raise unsupported(name)
+    lora(fields)
     for name in ("cache_prompt", "backend_sampling", "verbose"):
         fields.flag(name)
 
