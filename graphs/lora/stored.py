@@ -18,7 +18,7 @@ from edgellm.graphs.fields import Fields
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import layer_tensors
 from edgellm.graphs.translation import Translation
-from edgellm.kernels.lora import LowRank
+from edgellm.kernels.lora import CHANGED, LowRank
 
 # Prefixes of text models, and of those within multimodal ones, before the layers' names.
 _PREFIX = re.compile(
@@ -104,11 +104,12 @@ class _Reader:
                     continue
                 canonical = f"layers.{index}.{spec.name}"
                 found = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
-                if found and spec.experts is not None:
+                if found and (spec.experts is not None or spec.name not in CHANGED):
+                    part = spec.name if spec.experts is None else "an expert's matrix"
                     raise UnsupportedModelError(
-                        f"the adapter changes {min(found)}, an expert's matrix; adapters can "
-                        "change Q, K, V and the output projection of layers with experts. "
-                        "Merge it into the weights before the export"
+                        f"the adapter changes {min(found)} ({part}); adapters can change Q, K, V, "
+                        "the output projection, and the MLP of layers without experts. Merge it "
+                        "into the weights before the export"
                     )
                 for name in found:
                     changes[spec.name] = self._change(canonical, name, spec.shape)

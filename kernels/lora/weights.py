@@ -84,8 +84,12 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
     """Pack the changes of each layer.
 
     Raises:
-        ValueError: matrices whose shapes do not fit each other, or the panels of linear layers.
+        ValueError: another linear layer than those of `CHANGED`, or matrices whose shapes do not
+            fit each other, or the panels of linear layers.
     """
+    others = {name for layer in layers for name in layer} - {*CHANGED}
+    if others:
+        raise ValueError(f"an adapter of {', '.join(sorted(others))}; allowed are {CHANGED}")
     packed = [
         {name: _packed(f"layers.{i}.{name}", layer[name]) for name in CHANGED if name in layer}
         for i, layer in enumerate(layers)

@@ -223,6 +223,17 @@ def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
     assert rounded(values).tolist() == [1.0, 1.0, 1 + 2**-6, -1.0, 1 + 2**-7]
 
 
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    def change(rank: int, of_b: int, outputs: int, inputs: int) -> LowRank:
+        return LowRank(np.ones((rank, inputs), "f4"), np.ones((outputs, of_b), "f4"))
+
+    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 24, 64)):
+        with pytest.raises(ValueError, match="needed are one rank"):
+            pack_adapter([{"q": wrong}])
+    with pytest.raises(ValueError, match="an adapter of router"):
+        pack_adapter([{"router": change(2, 2, 32, 64)}])
+
+
 def test_equal_matrices_have_equal_digests() -> None:
     model = Model(SHAPES[1])
     changes = changes_of(model, 4)

@@ -76,6 +76,9 @@ def test_models_are_listed_with_their_parent(adapted: Running) -> None:
     assert adapted.get("/v1/models/one").json() == listed["one"]
     anthropic = adapted.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert [each["id"] for each in anthropic["data"]] == ["tiny", "one", "two"]
+    tags = adapted.get("/api/tags").json()["models"]
+    parents = {each["name"]: each["details"]["parent_model"] for each in tags}
+    assert parents == {"tiny:latest": "", "one:latest": "tiny", "two:latest": "tiny"}
 
 
 def test_every_dialect_takes_an_adapter(adapted: Running) -> None:
