@@ -9,10 +9,11 @@ form a group as well, whose blocks are snapshots of the states at the ends of fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, KVFormat, block_bytes
 from edgellm.kernels.state_blocks import StateBlocks
 
@@ -23,6 +24,8 @@ STEP_ROWS = 512
 # Gemma-3-270m takes a quarter of the memory without windows at a context of 8,192, and did 1,544
 # tokens/s of a prompt; with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
+# What K and V take, over what snapshots of states may take beside those that sequences need.
+_STATE_SHARE = 4
 # The memory, of host or device, that a block is written in.
 Side = Literal["host", "device"]
 
@@ -89,14 +92,17 @@ Group = CacheGroup | StateGroup
 Blocks = KVBlocks | StateBlocks
 
 
-def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
+def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     """Return the cache groups of a model, in the order of their first layers."""
-    layers: dict[tuple[int | None, int, int], list[int]] = {}
+    layers: dict[Group, list[int]] = {}  # by the group without its layers
     for index, layer in enumerate(config.layers):
-        attention = layer.attention
-        kind = attention.window, attention.kv_heads, attention.head_dim
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            kind: Group = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
+        else:
+            kind = StateGroup((), mixer.state_size)
         layers.setdefault(kind, []).append(index)
-    return tuple(CacheGroup(tuple(members), *kind) for kind, members in layers.items())
+    return tuple(replace(kind, layers=tuple(members)) for kind, members in layers.items())
 
 
 def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
@@ -116,35 +122,46 @@ def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:
     return WINDOWED_ROWS if narrow else STEP_ROWS
 
 
-def resident_blocks(groups: Sequence[Group], *, ctx_size: int, blocks: int) -> list[int]:
+def resident_blocks(
+    groups: Sequence[Group], *, format: KVFormat, ctx_size: int, blocks: int
+) -> list[int]:
     """Return, for each group, the number of blocks that full sequences of `ctx_size` tokens need.
 
     As many sequences are counted as a pool of `blocks` blocks holds without windows. One sequence
-    at a time grows by many rows, and one copies its last block.
+    at a time grows by many rows, and one copies its last block. States have more blocks, for short
+    sequences that are found again, as far as these take a small part of what K and V take.
     """
-    resident = []
+    needed = []
     for group in groups:
         each = group.blocks_for(ctx_size, rows=1)
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
         growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
-        resident.append(blocks if group.keeps_all else min(blocks, sequences * each + growing + 1))
-    return resident
+        needed.append(blocks if group.keeps_all else min(blocks, sequences * each + growing + 1))
+    sizes = [_block_bytes(group, format) for group in groups]
+    states = [isinstance(group, StateGroup) for group in groups]
+    kv = sum(n * s for n, s, state in zip(needed, sizes, states, strict=True) if not state)
+    all_states = sum(size for size, state in zip(sizes, states, strict=True) if state)
+    most = kv // _STATE_SHARE // max(all_states, 1)
+    return [
+        max(count, min(blocks, most)) if state else count
+        for count, state in zip(needed, states, strict=True)
+    ]
 
 
 def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks: int) -> int:
     """Return the bytes of the pools when sequences of `ctx_size` tokens fill them."""
     groups = cache_groups(config)
-    resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
+    resident = resident_blocks(groups, format=format, ctx_size=ctx_size, blocks=blocks)
     return sum(
-        count
-        * block_bytes(
-            format=format,
-            layers=len(group.layers),
-            kv_heads=group.kv_heads,
-            head_dim=group.head_dim,
-        )
-        for group, count in zip(groups, resident, strict=True)
+        count * _block_bytes(group, format) for group, count in zip(groups, resident, strict=True)
     )
+
+
+def _block_bytes(group: Group, format: KVFormat) -> int:
+    if isinstance(group, StateGroup):
+        return 4 * len(group.layers) * group.elements
+    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    return block_bytes(format=format, layers=len(group.layers), **sizes)
 
 
 def pool_blocks(ctx_size: int) -> int:
@@ -153,7 +170,10 @@ def pool_blocks(ctx_size: int) -> int:
 
 
 def rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
-    """Return the RoPE frequencies of each layer; None if keys are changed after RoPE."""
+    """Return the RoPE frequencies of each layer; None if keys are changed after RoPE, or layers
+    have states, which cannot forget tokens."""
+    if config.has_states:
+        return None
     if any(layer.attention.qk_norm == "head_after_rope" for layer in config.layers):
         return None
     return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]

@@ -142,8 +142,9 @@ def _in_basis(
     change: LowRank, basis: KeyBasis, config: ModelConfig, layer: int, name: str, *, scale: float
 ) -> LowRank:
     """Return a change in the key basis of a bundle, as `EqualizedCheckpoint` has its weights."""
-    attention, b = config.layers[layer].attention, np.float32(scale) * change.b
-    if name in ("q", "k") and attention.qk_norm == "none":
+    b = np.float32(scale) * change.b
+    if name in ("q", "k") and config.layers[layer].attention.qk_norm == "none":
+        attention = config.layers[layer].attention
         heads = attention.heads if name == "q" else attention.kv_heads
         exponents = of_rows(basis.exponents[layer], attention, heads=heads).astype(np.int32)
         b = np.ldexp(b, exponents[:, None] if name == "q" else -exponents[:, None])

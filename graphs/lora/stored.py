@@ -15,8 +15,9 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import LayerConfig
 from edgellm.graphs.tensor import Tensor
-from edgellm.graphs.tensors import layer_tensors
+from edgellm.graphs.tensors import TensorSpec, layer_tensors
 from edgellm.graphs.translation import Translation
 from edgellm.kernels.lora import CHANGED, LowRank
 
@@ -104,13 +105,8 @@ class _Reader:
                     continue
                 canonical = f"layers.{index}.{spec.name}"
                 found = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
-                if found and (spec.experts is not None or spec.name not in CHANGED):
-                    part = spec.name if spec.experts is None else "an expert's matrix"
-                    raise UnsupportedModelError(
-                        f"the adapter changes {min(found)} ({part}); adapters can change Q, K, V, "
-                        "the output projection, and the MLP of layers without experts. Merge it "
-                        "into the weights before the export"
-                    )
+                if found:
+                    _refuse_part(min(found), spec, self._config.layers[index])
                 for name in found:
                     changes[spec.name] = self._change(canonical, name, spec.shape)
                     used.add(name)
@@ -138,6 +134,23 @@ class _Reader:
                 f"({self._config.model_type}, {self._config.layer_count} layers); adapters can "
                 "change projections of attention and of the MLP"
             )
+
+
+def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
+    """Refuse a matrix that no adapter can change.
+
+    Raises:
+        UnsupportedModelError: it is one of an expert, or of a mixer with a state.
+    """
+    of_mixer = spec.name not in CHANGED or (spec.name == "o" and not layer.attends)
+    if spec.experts is None and not of_mixer:
+        return
+    part = "a mixer's matrix" if of_mixer else "an expert's matrix"
+    raise UnsupportedModelError(
+        f"the adapter changes {name} ({part}); adapters can change Q, K, V and the output "
+        "projection of attention, and the MLP of layers without experts. Merge it into the weights "
+        "before the export"
+    )
 
 
 def _family(adapter: StoredAdapter, config: ModelConfig) -> Architecture:

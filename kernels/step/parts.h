@@ -7,4 +7,5 @@
 #include "../lora/cpu.h"
 #include "mlp.h"
 #include "../experts/cpu.h"
+#include "../short_conv/cpu.h"
 #include "cpu.h"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ def parts_of(config: ModelConfig, pairs: Pairs) -> int:
     return sum(fused.get(name.rpartition(".")[2], 1) for name in pairs)
 
 
+def changeable(name: str) -> Callable[[str], bool]:
+    """Modules that an adapter can change: no experts, and no mixers with states."""
+    return attention_only if name in MIXTURES else lambda module: ".conv." not in module
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     make("llama", tmp_path / "model")
@@ -66,8 +72,7 @@ def model(tmp_path: Path) -> Path:
 def test_folders_of_peft_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     base = tmp_path / "model"
     make(name, base)
-    only = attention_only if name in MIXTURES else lambda _: True
-    pairs = pairs_of(base, only=only)
+    pairs = pairs_of(base, only=changeable(name))
     whole = merged(base, tmp_path / "merged", pairs, scale=ALPHA / 4)
     adapter = write_peft(tmp_path / "adapter", pairs)
     count = parts_of(open_checkpoint(base).config, pairs)
@@ -80,8 +85,7 @@ def test_gguf_adapters_change_what_merging_changes(tmp_path: Path, name: str) ->
     arch, keys, changes = FILES[name]
     base = tmp_path / "model"
     make(name, base, **changes)
-    only = attention_only if name in MIXTURES else lambda _: True
-    pairs = pairs_of(base, only=only)
+    pairs = pairs_of(base, only=changeable(name))
     whole = merged(base, tmp_path / "merged", pairs, scale=ALPHA / 4)
     adapter = write_gguf_adapter(tmp_path / "adapter.gguf", base, pairs, arch)
     count = parts_of(open_checkpoint(base).config, pairs)
@@ -210,6 +214,14 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     make("olmoe", base)
     pairs = pairs_of(base, only=lambda name: "experts.1." in name)
     assert "(an expert's matrix)" in refused(write_peft(tmp_path / "adapter", pairs), base)
+
+
+@pytest.mark.parametrize("part", ["in_proj", "out_proj"])
+def test_mixers_with_states_are_refused(tmp_path: Path, part: str) -> None:
+    base = tmp_path / "model"
+    make("lfm2", base)
+    pairs = pairs_of(base, only=lambda name: f".conv.{part}" in name)
+    assert "(a mixer's matrix)" in refused(write_peft(tmp_path / "adapter", pairs), base)
 
 
 def test_damaged_files_are_refused(tmp_path: Path, model: Path) -> None:

@@ -52,12 +52,13 @@ def compute(
     """A step of a back end, within a reservation."""
     start, end = len(sequence), len(sequence) + len(tokens)
     rows = np.repeat(np.array(tokens, np.float32), VALUE).reshape(-1, 1, VALUE)
-    for layer, (group, _) in enumerate(cache.places):
+    for layer, (group, slot) in enumerate(cache.places):
         if isinstance(cache.groups[group].group, CacheGroup):
             kv, slot = sequence.view(layer)
             append(kv.blocks, kv.table, slot, start, rows, rows)
             continue
-        view, slot = sequence.states(layer, start, end)
+        view = sequence.states(start, end)[group]
+        assert view is not None
         state, done = 0.0, 0
         if view.source is not None:
             (state,) = set(view.blocks.states[view.source, slot].tolist())
@@ -79,10 +80,11 @@ def check(cache: KVCache, sequence: Sequence) -> None:
     """The next token finds the states after all tokens, and the K and V that it sees."""
     length = len(sequence)
     with sequence.reserved(1):
-        for layer, (group, _) in enumerate(cache.places):
+        for layer, (group, slot) in enumerate(cache.places):
             kind = cache.groups[group].group
             if isinstance(kind, StateGroup):
-                view, slot = sequence.states(layer, length, length + 1)
+                view = sequence.states(length, length + 1)[group]
+                assert view is not None
                 assert (view.source is None) == (length == 0)
                 if view.source is not None:
                     found = view.blocks.states[view.source, slot]
@@ -305,6 +307,22 @@ def test_snapshots_take_the_memory_of_few_sequences() -> None:
     sequence = begun(cache, tokens_of(0, 12700))
     assert cache.groups[0].pool.touched < 10
     assert cache.groups[0].pool.used == len(sequence.tables[0].held) <= 5
+
+
+@pytest.mark.parametrize(("elements", "kept"), [(3, 20), (100_000, 3)])
+def test_small_states_of_many_short_texts_are_kept(elements: int, kept: int) -> None:
+    """As many as of K and V, where they take a quarter of the bytes at the most."""
+    groups = (CacheGroup((0,), None, 1, VALUE), StateGroup((1,), elements=elements))
+    cache = make(groups, ctx_size=12800, blocks=101)
+    texts = [tokens_of(seed, 140) for seed in range(20)]
+    for text in texts:
+        begun(cache, text).close()
+    found = [cache.cached_prefix(text) == len(text) for text in texts]
+    assert sum(found) == kept
+    assert all(found[-kept:])
+    counts = [group.pool.touched for group in cache.groups]
+    sizes = [each.blocks.nbytes // each.blocks.count for each in cache.groups]
+    assert counts[1] * sizes[1] <= max(7 * sizes[1], 101 * sizes[0] / 4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 128, 129, 500])
