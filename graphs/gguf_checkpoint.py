@@ -115,16 +115,20 @@ class GGUFCheckpoint:
     def _stored(self, key: str) -> Tensor:
         if key not in self._tensors:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
-        entry = self._tensors[key]
-        storage = entry.tensor_type.name
-        tensor = Tensor(
-            entry.shape,
-            storage,
-            float32=lambda: _dequantize(entry, str(self.path)),
-            quantized=(lambda: weight_of(_rows(entry), storage)) if storage in FORMATS else None,
-            nbytes=entry.data.nbytes,
-        )
-        return checked(tensor, f"{self.path}: tensor {key}")
+        return tensor_of(self._tensors[key], origin=str(self.path))
+
+
+def tensor_of(entry: StoredTensor, *, origin: str) -> Tensor:
+    """Return a tensor of the GGUF file `origin`."""
+    storage = entry.tensor_type.name
+    tensor = Tensor(
+        entry.shape,
+        storage,
+        float32=lambda: _dequantize(entry, origin),
+        quantized=(lambda: weight_of(_rows(entry), storage)) if storage in FORMATS else None,
+        nbytes=entry.data.nbytes,
+    )
+    return checked(tensor, f"{origin}: tensor {entry.name}")
 
 
 def _config(family: Architecture, header: GGUFHeader) -> ModelConfig:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import (
@@ -23,7 +21,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.layer_kinds import FULL
-from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder, read_json
+from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
 
@@ -121,14 +119,7 @@ class SafetensorsCheckpoint:
             weight = self._quantized(module)
             if weight is not None:
                 return checked(weight, f"{self.path}: tensor {key}")
-        entry = self._folder.expect(key, FLOATS)
-
-        def float32() -> NDArray[np.float32]:
-            return self._folder.read(key).astype(np.float32)
-
-        nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
-        tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
-        return checked(tensor, f"{entry.file}: tensor {key}")
+        return self._folder.tensor(key)
 
     def _stacked_experts(self) -> Names:
         return mlx_experts(

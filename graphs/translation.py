@@ -55,9 +55,10 @@ class Translation:
 
     def file_names(self) -> set[str]:
         """Return the names of the file's tensors that the model is made of."""
-        return {name for each in model_tensors(self.config) for name in self._names_of(each)}
+        return {name for each in model_tensors(self.config) for name in self.names_of(each)}
 
-    def _names_of(self, canonical: str) -> Iterator[str]:
+    def names_of(self, canonical: str) -> Iterator[str]:
+        """Yield the names of the file's tensors that a tensor is made of."""
         name, experts = self._file_name(canonical)
         if isinstance(name, PerExpert):
             yield from (name.name.format(expert) for expert in range(experts))
@@ -68,7 +69,7 @@ class Translation:
         """Return a tensor of the config, with rows of Q and K in the file's order."""
         name, experts = self._file_name(canonical)
         if isinstance(name, PerExpert):
-            each = [self.stored(of_expert) for of_expert in self._names_of(canonical)]
+            each = [self.stored(of_expert) for of_expert in self.names_of(canonical)]
             return stacked(each, name=name.name.format("*"))
         whole = name.name if isinstance(name, Fused) else name
         tensor = self.stored(whole)

@@ -24,6 +24,7 @@ from edgellm.cache.groups import cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
+from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.thread import EngineThread
@@ -51,8 +52,9 @@ class LoadedModel:
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for;
-    `token_table` drafts what answers had before (None: it does not).
+    steps and changes the cache. `adapters` are those that its answers may name. `draft_model`
+    drafts for its answers, if one was asked for; `token_table` drafts what answers had before
+    (None: it does not).
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class LoadedModel:
         self.decoder = host if host is not None and not chunked else self.prefill
         native = None if chunked else models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
+        self.adapters = Adapters(bundle, prefill=self.prefill, decoder=self.decoder)
 
     @cached_property
     def template(self) -> ChatTemplate | None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm.errors import BundleError, EdgeLLMError, ModelFormatError
+from edgellm.errors import BundleError, EdgeLLMError, ModelFormatError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle, is_bundle, open_bundle
@@ -33,6 +33,7 @@ def prepare(
     chunk_sizes: Sequence[int] | None = None,
     weights: str | None = None,
     calibration: CalibrationOptions | None = None,
+    lora: Sequence[tuple[Path, float]] = (),
     progress: ProgressCallback | None = None,
     force: bool = False,
 ) -> Bundle:
@@ -46,12 +47,18 @@ def prepare(
         precisions: names, or a function of the config; those missing in the bundle are exported.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
         chunk_sizes, weights, calibration, progress: see `export`; download progress is in bytes.
+        lora: see `export`; not without `out`, as the model's own bundle is not of them.
         force: export again.
 
     Raises:
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError, OptionError
     """
     wanted = precisions if callable(precisions) else tuple(precisions)
+    if lora and out is None:
+        raise OptionError(
+            "`lora` merges adapters into the weights of a bundle, which needs a folder of its own: "
+            "name one as `out` (-o)"
+        )
     delete_abandoned_at_home()
     # a function of the config refuses what cannot run the model
     source = resolve(name, check=partial(names_of, wanted), progress=progress)
@@ -74,6 +81,7 @@ def prepare(
             chunk_sizes=chunk_sizes,
             weights=weights,
             calibration=calibration,
+            lora=lora,
             force=force,
             mend=out is None,
             progress=progress,

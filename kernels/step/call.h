@@ -5,6 +5,7 @@
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
+#include "../lora/call.h"
 #include "../short_conv/call.h"
 
 namespace edgellm {
@@ -72,6 +73,7 @@ struct StateSpan {
 // Rows of a step that are consecutive tokens of one sequence; the same fields as in native.py.
 struct Span {
     const int64_t* const* tables;  // the sequence's block ids in each pool
+    const Adapter* adapter;        // may be null
     const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head

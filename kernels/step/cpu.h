@@ -7,6 +7,7 @@ struct Buffers {
     edgellm::Rows x;
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
+    Adapters adapters;
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -39,6 +40,7 @@ struct Buffers {
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
         experts = Experts(m, rows, call.threads, take);
+        adapters = Adapters(call, take);
     }
 };
 
@@ -67,7 +69,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    static int phases(const edgellm::Transformer& model) { return 13 * model.layer_count + 5; }
+    int phases() const { return (13 + b_.adapters.phases()) * model_.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -80,7 +82,8 @@ public:
                 run_short_conv(worker, layer, l);
             else
                 run_attention(worker, layer, l);
-            add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
+            const Changed o{&layer, &edgellm::LayerChanges::o};
+            add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
                 run_experts(worker, layer, l);
             else
@@ -148,9 +151,12 @@ private:
         const edgellm::Rows attended = mixer_out(layer);
         enter_layer(worker, l, layer.q);
         const int outputs = layer.mixed_outputs();
-        multiply(worker, {{&layer.q, b_.mixed},
-                          {&layer.k, b_.mixed + layer.q.outputs},
-                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs}},
+        const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
+            v{&layer, &edgellm::LayerChanges::v, 2};
+        b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
+        multiply(worker, {{&layer.q, b_.mixed, q},
+                          {&layer.k, b_.mixed + layer.q.outputs, k},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float* qkv = b_.mixed + size_t(r) * outputs;
@@ -179,6 +185,7 @@ private:
     struct Product {
         const edgellm::Linear* linear;
         float* y;  // of the first row
+        Changed changed = {};
     };
 
     // Products of the same rows, one after the other.
@@ -193,18 +200,21 @@ private:
             const Product* p = products.begin();
             for (; item >= items(*p); ++p) item -= items(*p);
             const int run = run_of(*p), first = item * run;
-            multiply_panels(*p->linear, first, std::min(p->linear->count(), first + run), x, rows,
-                            p->y + size_t(first) * edgellm::PANEL, step, add);
+            const int end = std::min(p->linear->count(), first + run);
+            float* y = p->y + size_t(first) * edgellm::PANEL;
+            multiply_panels(*p->linear, first, end, x, rows, y, step, add);
+            b_.adapters.expand(p->changed, first, end, y, step);
         });
     }
 
     // What the residual adds, now or, where a norm comes before that, in `complete`.
-    void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const edgellm::Rows& x,
-                     const edgellm::Norm& post) const {
+    void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const Changed& changed,
+                     const edgellm::Rows& x, const edgellm::Norm& post) const {
+        b_.adapters.shrink(worker, {changed}, linear.inputs);
         if (post.weight)
-            multiply(worker, {{&linear, b_.branch}}, x, model_.hidden, false);
+            multiply(worker, {{&linear, b_.branch, changed}}, x, model_.hidden, false);
         else
-            multiply(worker, {{&linear, b_.residual}}, x, model_.hidden, true);
+            multiply(worker, {{&linear, b_.residual, changed}}, x, model_.hidden, true);
     }
 
     void complete(int r, const float* bias, const edgellm::Norm& post) const {
@@ -256,6 +266,7 @@ private:
             scaled_norm(x, norm, model_.hidden, model_.epsilon, normed);
             x = normed;
         }
+        b_.adapters.keep(r, x, 0, model_.hidden);
         quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
     }
 
@@ -358,15 +369,19 @@ private:
                 join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
             finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out + head * heads.head_dim);
         }
+        b_.adapters.keep(r, out, 0, heads.width());
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }
 
     void activate(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& out) const {
         const int groups = layer.up.outputs / edgellm::GROUP, run = groups_at_once(layer);
+        const std::initializer_list<Changed> changed{{&layer, &edgellm::LayerChanges::gate, 0},
+                                                     {&layer, &edgellm::LayerChanges::up, 1}};
+        b_.adapters.shrink(worker, changed, model_.hidden);
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
-            activate_groups({layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation}, first, end, b_.x,
-                            rows_, out);
+            activate_groups({layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation, &layer}, first, end,
+                            b_.x, rows_, out, b_.adapters);
         });
     }
 
@@ -380,7 +395,7 @@ private:
             },
             weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
         activate(worker, layer, activated);
-        add_product(worker, layer.down, activated, layer.post_mlp_norm);
+        add_product(worker, layer.down, {&layer, &edgellm::LayerChanges::down}, activated, layer.post_mlp_norm);
     }
 
     void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -419,7 +434,7 @@ inline int32_t step(const edgellm::StepCall& call) {
     const edgellm::Places places = edgellm::places_of(call);
     const Buffers buffers(call, places, call.workspace + (64 - before), bytes);
     Step job(call, places, buffers);
-    edgellm::run_team(call.threads, Step::phases(*call.model), [&](edgellm::Worker& worker) { job.run(worker); });
+    edgellm::run_team(call.threads, job.phases(), [&](edgellm::Worker& worker) { job.run(worker); });
     return !job.stopped();
 }
 

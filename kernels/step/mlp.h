@@ -5,6 +5,7 @@ struct Mlp {
     edgellm::Linear gate, up;            // gate without panels where there is none
     const float *gate_bias, *up_bias;    // of all outputs, or null
     int32_t activation;
+    const edgellm::Layer* layer = nullptr;  // whose gate and up adapters change; null: of experts, which none changes
 };
 
 // x * sigmoid(t); t is x itself for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for GELU as tanh has it
@@ -36,24 +37,26 @@ inline void add_to(float* x, const float* y, size_t n) {
 
 // Groups first .. end of activation(gate(x)) * up(x), quantized; two panels of gate and up make one group.
 inline void activate_groups(const Mlp& mlp, int first, int end, const edgellm::Rows& x, int rows,
-                            const edgellm::Rows& out) {
+                            const edgellm::Rows& out, const Adapters& adapters = {}) {
     const size_t width = size_t(end - first) * edgellm::GROUP;
     float* gates = static_cast<float*>(edgellm::scratch(rows * width * 8));
     float* ups = gates + rows * width;
-    const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y) {
+    const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y, const Changed& changed) {
         multiply_panels(linear, 2 * first, 2 * end, x, rows, y, width, false);
+        adapters.expand(changed, 2 * first, 2 * end, y, width);
         for (int r = 0; bias && r < rows; ++r) add_to(y + r * width, bias + size_t(first) * edgellm::GROUP, width);
     };
     const bool has_gate = mlp.gate.panels != nullptr;  // read once: a store of a vector may change all else
     const int activation = mlp.activation;
-    if (has_gate) product(mlp.gate, mlp.gate_bias, gates);
-    product(mlp.up, mlp.up_bias, ups);
+    if (has_gate) product(mlp.gate, mlp.gate_bias, gates, {mlp.layer, &edgellm::LayerChanges::gate, 0});
+    product(mlp.up, mlp.up_bias, ups, {mlp.layer, &edgellm::LayerChanges::up, 1});
     for (int r = 0; r < rows; ++r) {
         float *y = gates + r * width, *factor = ups + r * width;
         for (size_t i = 0; i < width; i += LANES) {
             const Vec linear = load(factor + i);
             store(y + i, has_gate ? gated(load(y + i), linear, activation) : activated(linear, activation));
         }
+        adapters.keep(r, y, first * edgellm::GROUP, static_cast<int>(width));
         quantize_groups(y, first, end, out, r, false);
     }
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,8 @@ from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
+from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.lora.native import NativeAdapter
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -31,6 +34,7 @@ from edgellm.kernels.step.weights import (
     VECTORS,
     LayerWeights,
     Weights,
+    check_adapter,
     check_pools,
     check_weights,
 )
@@ -119,8 +123,7 @@ class _Span(ctypes.Structure):
     """Span of a step; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("tables", ctypes.c_void_p),
-        ("states", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
     ]
 
@@ -288,6 +291,7 @@ class FusedStep:
             weights.logit_softcap or 0.0,
         )
         self._workspaces: list[NDArray[np.uint8]] = []  # free ones, of ended calls
+        self._adapters: WeakKeyDictionary[AdapterWeights, NativeAdapter] = WeakKeyDictionary()
 
     def run(
         self,
@@ -312,7 +316,8 @@ class FusedStep:
             behind the group, and logits `[logit_rows, V]`, span after span; None: it was stopped.
 
         Raises:
-            ValueError: a token, block, position or layer does not exist.
+            ValueError: a token, block, position or layer does not exist, or an adapter is for
+                another model.
         """
         weights = self._weights
         check_spans(spans, pools=len(self._pools))
@@ -343,6 +348,7 @@ class FusedStep:
                 *(
                     _Span(
                         address(at),
+                        self._adapter(span.adapter),
                         None if of is None else ctypes.addressof(of),
                         len(span.tokens),
                         span.start,
@@ -382,6 +388,20 @@ class FusedStep:
         except IndexError:  # the first call, or other threads use all
             workspace = np.empty(0, np.uint8)
         return workspace if workspace.nbytes >= size else np.empty(size, np.uint8)
+
+    def _adapter(self, adapter: AdapterWeights | None) -> int | None:
+        """Return the address of an adapter, which is checked when it is first used.
+
+        Raises:
+            ValueError: the adapter is for another model.
+        """
+        if adapter is None:
+            return None
+        known = self._adapters.get(adapter)
+        if known is None:
+            check_adapter(adapter, self._weights)
+            known = self._adapters[adapter] = NativeAdapter(adapter)
+        return known.address
 
     def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
         """Return a span's block ids in each pool, after checks.

@@ -13,12 +13,15 @@ from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
+from edgellm.kernels.lora import LowRank
+from edgellm.kernels.lora.reference import change
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
+Changes = Mapping[str, LowRank]
 # Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
 
@@ -31,6 +34,7 @@ def forward(
     *,
     format: KVFormat,
     rounded: bool = True,
+    adapter: Changes | None = None,
 ) -> tuple[Floats, Floats]:
     """Compute hidden states and logits of all tokens of a sequence, from its start.
 
@@ -39,13 +43,14 @@ def forward(
             `LayerWeights`; names in a layer are written `layers.0.q`.
         ropes: frequencies and magnitude of each RoPE.
         rounded: whether linear layers round their inputs, as the C++ kernels do.
+        adapter: changes of linear layers, under the names of `matrices`.
 
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
     """
     x = embed(weights, matrices, tokens)
     every = range(len(weights.layers))
-    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded)
+    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded, adapter=adapter)
     states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
     logits = states @ matrices["head"].T.astype(np.float64)
     if weights.logit_softcap is not None:
@@ -67,6 +72,7 @@ def through(
     *,
     format: KVFormat,
     rounded: bool = True,
+    adapter: Changes | None = None,
 ) -> Floats:
     """Take the residual `[C, E]` of all tokens of a sequence through a run of layers.
 
@@ -74,7 +80,7 @@ def through(
     """
     for index in layers:
         layer = weights.layers[index]
-        product_of = partial(_products, matrices, f"layers.{index}.", rounded)
+        product_of = partial(_products, matrices, adapter or {}, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         if layer.mixer is None:
@@ -173,7 +179,9 @@ def _mlp(
     return biased(inner, "down")
 
 
-def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: int) -> _Product:
+def _products(
+    matrices: Matrices, changes: Changes, prefix: str, rounded: bool, part: int, parts: int
+) -> _Product:
     """Return a function for the products of one layer, or of one of its experts.
 
     V takes its input unrounded, because the kernels round it to 16 bits.
@@ -183,10 +191,11 @@ def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: 
     """
 
     def product(x: Floats, name: str) -> Floats:
-        weight = np.split(matrices[prefix + name], parts)[part]
+        weight, by = np.split(matrices[prefix + name], parts)[part], changes.get(prefix + name)
+        added = 0.0 if by is None else change(x, by)
         if rounded and name != "v":
-            return int8_linear(x.astype(np.float32), weight)
-        return x @ weight.T.astype(np.float64)
+            return int8_linear(x.astype(np.float32), weight) + added
+        return x @ weight.T.astype(np.float64) + added
 
     return product
 

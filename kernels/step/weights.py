@@ -13,6 +13,7 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks
 
@@ -330,6 +331,24 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         )
     if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
+    """Refuse an adapter that was made for another model, or that changes experts or mixers with
+    states.
+
+    Raises:
+        ValueError: the number of layers or the shape of a change differs.
+    """
+    _require("layers of the adapter", len(adapter.layers), len(weights.layers))
+    for index, (changes, layer) in enumerate(zip(adapter.layers, weights.layers, strict=True)):
+        for name, change in changes.items():
+            linear = getattr(layer, name)
+            of_experts = layer.routing is not None and name in ("gate", "up", "down")
+            if linear is None or of_experts or (layer.mixer is not None and name == "o"):
+                raise ValueError(f"layers.{index} has no {name} that an adapter can change")
+            shape = change.outputs, change.inputs
+            _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
 
 
 def _pool_sizes(layer: LayerWeights) -> tuple[int, ...]:

@@ -205,11 +205,22 @@ async def change_props(call: Call) -> Reply:
 
 
 async def adapters(call: Call) -> Reply:
-    return json_reply([])
+    """Return the adapters of the first model, which requests name in `lora` or as their model."""
+    pool = call.answering.pool
+    return json_reply(
+        [
+            {"id": number, "path": name, "scale": adapter.scale}
+            for number, (name, adapter) in enumerate(pool.adapters.of_model(pool.ids[0]))
+        ]
+    )
 
 
 async def change_adapters(call: Call) -> Reply:
-    raise RequestError("not_supported", "This server has no LoRA adapters loaded.")
+    raise RequestError(
+        "not_supported",
+        "This server changes no adapters for all requests; each names its own, in `lora` or as "
+        "`model`",
+    )
 
 
 def _version() -> str:
