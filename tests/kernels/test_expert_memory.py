@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
+import tempfile
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from edgellm.kernels.experts import ExpertUse, Routing
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.step import FusedStep, LayerWeights
 
+MEMORY = Path("/dev/shm")
 SHAPE = Shape(
     *(4, 2, 32),
     hidden=256,
@@ -65,11 +67,20 @@ class Mapped:
 
 
 @pytest.fixture(scope="module")
-def mapped(tmp_path_factory: pytest.TempPathFactory) -> Mapped:
-    model, path = Model(SHAPE), tmp_path_factory.mktemp("experts") / "weights.bin"
+def mapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapped]:
+    """In files in memory, where there are such: on disks a page brings megabytes with it."""
+    if not MEMORY.exists():
+        yield made(tmp_path_factory.mktemp("experts"))
+        return
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        yield made(Path(folder))
+
+
+def made(folder: Path) -> Mapped:
+    model = Model(SHAPE)
 
     def moved(panels: PackedWeights, name: str) -> PackedWeights:
-        file = path.with_name(name)
+        file = folder / name
         panels.data.tofile(file)
         data = np.memmap(file, np.uint8, "r").reshape(panels.data.shape)
         return replace(panels, data=np.asarray(data))
@@ -151,7 +162,7 @@ def test_those_used_last_stay(native_library: ctypes.CDLL, mapped: Mapped) -> No
     assert {(int(a), int(b)) for a, b in np.argwhere(memory._used)} == set(order)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux shows them")
+@pytest.mark.skipif(not MEMORY.exists(), reason="counts pages as Linux shows them")
 def test_pages_go_back_to_the_system(native_library: ctypes.CDLL, mapped: Mapped) -> None:
     step, _ = steps(native_library, mapped, CUTS, 4 * mapped.expert)
     memory = step.expert_memory
@@ -161,13 +172,10 @@ def test_pages_go_back_to_the_system(native_library: ctypes.CDLL, mapped: Mapped
     assert len(kept) == 4
     assert all(shares[each] == 1 for each in kept)
     # the system maps some pages around those that are read, and so of an expert's neighbours
-    far = [
-        share
-        for (layer, expert), share in shares.items()
-        if all((layer, expert + beside) not in kept for beside in range(-3, 4))
-    ]
-    assert len(far) > 2
-    assert max(far) == 0
+    for (layer, expert), share in shares.items():
+        if (layer, expert) not in kept:
+            beside = sum((layer, expert + step) in kept for step in (-1, 1))
+            assert share <= 0.25 * beside
 
 
 def test_a_model_without_experts_has_no_limit(native_library: ctypes.CDLL) -> None:
