@@ -5,8 +5,6 @@
 
 namespace edgellm {
 
-constexpr int MOST_TAPS = 16;
-
 // The same fields, in the same order, as in native.py.
 struct ShortConv {
     Linear in;             // to B, C and x

@@ -2,33 +2,36 @@
 //
 // A state is [taps - 1, channels]: B * x of the last rows, the oldest first.
 
-// Some channels of a span are an item: rows of a span are worked through in their order.
+// Some channels of a span are an item: its rows are worked through in their order, with whole cache lines side by side.
 inline void short_conv(edgellm::Worker& worker, const edgellm::ShortConv& conv, const edgellm::Mixing& mixing) {
-    using edgellm::GROUP;
-    const int channels = conv.channels(), groups = channels / GROUP, before = conv.taps - 1;
-    worker.each(mixing.span_count() * groups, [&](int item) {
-        const int span = item / groups, group = item % groups;
-        const size_t first = size_t(group) * GROUP;
-        float past[edgellm::MOST_TAPS][GROUP];  // of the rows before and, at the end, the row itself
+    const int channels = conv.channels(), groups = channels / edgellm::GROUP, before = conv.taps - 1;
+    const int run = std::max(1, groups / (4 * mixing.call.threads)), runs = (groups + run - 1) / run;
+    worker.each(mixing.span_count() * runs, [&](int item) {
+        const int span = item / runs, first = item % runs * run, end = std::min(groups, first + run);
+        const int width = (end - first) * edgellm::GROUP;
+        const size_t from = size_t(first) * edgellm::GROUP;
+        // of the rows before and, at the end, of the row itself
+        float* past = static_cast<float*>(edgellm::scratch(4 * size_t(conv.taps + 1) * width));
+        float *now = past + before * width, *y = now + width;
         const float* state = mixing.before(span);
         for (int k = 0; k < before; ++k)
-            for (int i = 0; i < GROUP; i += LANES)
-                store(past[k] + i, state ? load(state + k * channels + first + i) : Vec{});
+            for (int i = 0; i < width; i += LANES)
+                store(past + k * width + i, state ? load(state + size_t(k) * channels + from + i) : Vec{});
         const auto row = [&](int r) {
-            const float *b = mixing.row(r) + first, *c = b + channels, *x = c + channels;
-            float y[GROUP];
-            for (int i = 0; i < GROUP; i += LANES) {
-                store(past[before] + i, load(b + i) * load(x + i));
+            const float *b = mixing.row(r) + from, *c = b + channels, *x = c + channels;
+            for (int i = 0; i < width; i += LANES) {
+                store(now + i, load(b + i) * load(x + i));
                 Vec sum = {};
                 for (int k = 0; k <= before; ++k)
-                    sum += load(conv.filters + k * channels + first + i) * load(past[k] + i);
+                    sum += load(conv.filters + size_t(k) * channels + from + i) * load(past + k * width + i);
                 store(y + i, sum * load(c + i));
             }
-            std::memmove(past[0], past[1], before * sizeof(past[0]));
-            quantize_groups(y, group, group + 1, mixing.out, r, false);
+            std::memmove(past, past + width, 4 * size_t(before) * width);
+            quantize_groups(y, first, end, mixing.out, r, false);
         };
         mixing.walk(span, row, [&](float* after) {
-            for (int k = 0; k < before; ++k) std::memcpy(after + k * channels + first, past[k], sizeof(past[0]));
+            for (int k = 0; k < before; ++k)
+                std::memcpy(after + size_t(k) * channels + from, past + k * width, 4 * size_t(width));
         });
     });
 }

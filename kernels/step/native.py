@@ -173,12 +173,11 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
     inputs to 8 bits costs a KL divergence to float32 of 0.0030 (SmolLM2-135M, 2,048 tokens), of
     which V's 192 outputs a layer are 0.0005 and the head 0.0010.
     """
-    mixer = layer.mixer
+    mixer, attends = layer.mixer, layer.mixer is None
     projections = (LinearLayer(), LinearLayer(), LinearLayer())
-    if mixer is None:
+    if attends:
         q, k, v = layer.qkv
         projections = layer_of(q), layer_of(k), layer_of(v, fine=True)
-    attends = mixer is None
     return _Layer(
         *projections,
         layer_of(layer.o),

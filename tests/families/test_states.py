@@ -178,7 +178,9 @@ def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> No
     """In a cache that holds not all of them at once, some wait and are computed again."""
     prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 300, 127, 41, 200))]
     long = {"max_tokens": 100}
-    with judged.load(scheduling=scheduling, ctx_size=512, cache_size=640) as llm:
+    # layered: a time that few layers take, so that prompts go through a few at a time
+    sizes = {"ctx_size": 512, "cache_size": 640, "time_target_ms": 1.0}
+    with judged.load(scheduling=scheduling, **sizes) as llm:
         together = {a.index: a.result() for a in llm.batch(prompts, **(GREEDY | long))}
         assert used_blocks(llm) == 0
     if scheduling == "stall_free":
