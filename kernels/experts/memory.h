@@ -25,24 +25,31 @@ inline int64_t expert_bytes(const Layer& layer) {
     return bytes;
 }
 
+// Give back an expert unless it is among those in memory, and its neighbours that are not: the system maps some
+// megabytes around what it reads.
+inline void give_back(const Transformer& model, const ExpertMemory& memory, size_t number, int expert) {
+    const Layer& layer = model.layers[number];
+    const int64_t* const used = memory.used + number * memory.stride;
+    int first = expert, end = expert + 1;
+    while (first > 0 && used[first - 1] == 0) --first;
+    while (end < layer.router.experts && used[end] == 0) ++end;
+    const auto body = [](const uint8_t* panels, size_t bytes) { platform::give_back(panels, bytes); };
+    if (used[expert] == 0) return each_matrix(layer, first, end, body);
+    each_matrix(layer, first, expert, body);
+    each_matrix(layer, expert + 1, end, body);
+}
+
 // Give back the expert that was used longest ago, and before the layer that is computed now; false if there is none.
-// Its neighbours that are not in memory go with it: the system maps pages around those that it reads.
 inline bool give_back_oldest(const Transformer& model, ExpertMemory& memory) {
     const int64_t* oldest = nullptr;
     const int64_t* const behind = memory.used + size_t(model.layer_count) * memory.stride;
     for (const int64_t* each = memory.used; each < behind; ++each)
         if (*each > 0 && *each < memory.clock && (!oldest || *each < *oldest)) oldest = each;
     if (!oldest) return false;
-    const size_t at = oldest - memory.used;
-    const Layer& layer = model.layers[at / memory.stride];
+    const size_t at = oldest - memory.used, layer = at / memory.stride;
     memory.used[at] = 0;
-    const int64_t* const of_layer = memory.used + at / memory.stride * memory.stride;
-    int first = static_cast<int>(at % memory.stride), end = first + 1;
-    while (first > 0 && of_layer[first - 1] == 0) --first;
-    while (end < layer.router.experts && of_layer[end] == 0) ++end;
-    each_matrix(layer, first, end,
-                [](const uint8_t* panels, size_t bytes) { platform::give_back(panels, bytes); });
-    memory.resident -= expert_bytes(layer);
+    memory.resident -= expert_bytes(model.layers[layer]);
+    give_back(model, memory, layer, static_cast<int>(at % memory.stride));
     return true;
 }
 
@@ -54,12 +61,16 @@ inline void use_experts(const Transformer& model, int layer, const int32_t* expe
     ExpertMemory& memory = *model.expert_memory;
     const int64_t bytes = expert_bytes(model.layers[layer]);
     ++memory.clock;
+    for (int i = 0; i < memory.fresh_count; ++i) give_back(model, memory, memory.fresh_layer, memory.fresh[i]);
+    memory.fresh_layer = layer;
+    memory.fresh_count = 0;
     for (int i = 0; i < count; ++i) {
         int64_t& used = memory.used[size_t(layer) * memory.stride + experts[i]];
         const bool there = used > 0;
         (there ? memory.hits : memory.reads) += 1;
         memory.bytes_read += there ? 0 : bytes;
         memory.resident += there ? 0 : bytes;
+        if (!there) memory.fresh[memory.fresh_count++] = experts[i];
         used = memory.clock;
     }
     while (memory.resident > memory.limit && give_back_oldest(model, memory)) {

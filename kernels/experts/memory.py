@@ -43,8 +43,8 @@ class _ExpertMemory(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("limit", "resident", "clock")),
         *((name, ctypes.c_int64) for name in ("hits", "reads", "bytes_read")),
-        ("used", ctypes.c_void_p),
-        ("stride", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("used", "fresh")),
+        *((name, ctypes.c_int32) for name in ("stride", "fresh_layer", "fresh_count")),
     ]
 
 
@@ -64,7 +64,10 @@ class ExpertMemory:
             experts: largest number of experts of a layer.
         """
         self._used = np.zeros((layers, experts), np.int64)
-        self._struct = _ExpertMemory(limit=limit, used=address(self._used), stride=experts)
+        self._fresh = np.zeros(experts, np.int32)
+        self._struct = _ExpertMemory(
+            limit=limit, used=address(self._used), fresh=address(self._fresh), stride=experts
+        )
 
     @property
     def pointer(self) -> int:
