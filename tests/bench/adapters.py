@@ -43,9 +43,10 @@ def write_adapter(folder: Path, config: ModelConfig, *, rank: int, seed: int) ->
                 continue
             module = "base_model.model." + name.format(index).removesuffix(".weight")
             outputs, inputs = spec.shape
-            a, b = rng.standard_normal((rank, inputs)), rng.standard_normal((outputs, rank))
-            tensors[f"{module}.lora_A.weight"] = a.astype(np.float32)
-            tensors[f"{module}.lora_B.weight"] = (b * 1e-4).astype(np.float32)
+            a = rng.standard_normal((rank, inputs), np.float32)
+            b = rng.standard_normal((outputs, rank), np.float32)
+            tensors[f"{module}.lora_A.weight"] = a
+            tensors[f"{module}.lora_B.weight"] = b * np.float32(1e-4)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config_json = {"peft_type": "LORA", "r": rank, "lora_alpha": rank}
