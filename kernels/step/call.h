@@ -15,9 +15,17 @@ struct Norm {
     const float *weight, *bias;  // [hidden]
 };
 
+// What a token's own embedding for a layer adds behind the MLP: output(activation(gate(x)) * e), where e is made of
+// the embedding and of context(first row of the token), see layer_input.h. Without panels there is none.
+struct LayerInput {
+    Linear context, gate, output;  // [width, hidden] twice, [hidden, width]
+    const float* post_norm;        // [hidden], of what is added
+};
+
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // gate without panels where there is none; with a router the three of all experts, one behind the other
+    // k and v without panels in a layer that reads those of another, v where it is k before its norm; gate where there
+    // is none; with a router the three of all experts, one behind the other
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -26,11 +34,15 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    LayerInput input;
     float scale, softcap;  // of the scores; softcap 0: none
+    float output_scale;    // of the residual, at the end of the layer
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer
 
-    int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
+    int qkv_outputs() const { return q.outputs + 2 * k.outputs; }
+    bool has_own_kv() const { return k.panels != nullptr; }
+    bool has_input() const { return input.gate.panels != nullptr; }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }
@@ -41,6 +53,8 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
+    Linear layer_table;      // [vocabulary * layers, width], embeddings of a token for each layer; or without panels
+    const float* layer_norm;  // [width], of their contexts
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };

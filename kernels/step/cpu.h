@@ -4,7 +4,7 @@
 // do not write to each other's.
 struct Buffers {
     float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
-    edgellm::Rows x;
+    edgellm::Rows x, first{};  // first: what enters layer 0, for layers that have embeddings of their own
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
 
@@ -14,13 +14,16 @@ struct Buffers {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
         int qkv_outputs = 0, width = 0, intermediate = 0;
-        bool behind = false;
+        bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             qkv_outputs = std::max(qkv_outputs, layer.qkv_outputs());
             width = std::max(width, layer.q.outputs);
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
-            behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
+            behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight || layer.has_input();
+            inputs = inputs || layer.has_input();
+            qkv_outputs = std::max(qkv_outputs, 2 * layer.input.gate.outputs);
+            intermediate = std::max(intermediate, layer.input.gate.outputs);
         }
         size_t sums = 0;
         for (const edgellm::Heads& heads : places.kinds) sums = std::max(sums, heads.floats());
@@ -36,6 +39,7 @@ struct Buffers {
         q = floats(size_t(rows) * width);
         parts = floats(sums);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
+        if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
         experts = Experts(m, rows, call.threads, take);
@@ -67,7 +71,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    static int phases(const edgellm::Transformer& model) { return 13 * model.layer_count + 5; }
+    static int phases(const edgellm::Transformer& model) { return 17 * model.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -81,8 +85,7 @@ public:
             every_row(
                 worker,
                 [&](int r) {
-                    if (l > call_.first_layer)
-                        complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    if (l > call_.first_layer) leave(r, model_.layers[l - 1]);
                     normalize(layer.attention_norm, r, layer.any_fine());
                 },
                 weights(layer.q));
@@ -93,9 +96,15 @@ public:
                      b_.x, outputs, false);
             every_row(worker, [&](int r) {
                 float* qkv = b_.qkv + size_t(r) * outputs;
+                float* q = b_.q + size_t(r) * heads.width();
+                const edgellm::Rope& rope = call_.ropes[layer.rope];
                 add_biases(layer, qkv);
-                append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
-                             layer.slot, heads.heads, position(r), qkv, b_.q + size_t(r) * heads.width());
+                if (!layer.has_own_kv())
+                    return turn_queries(rope, layer.head_norms, heads.heads, heads.head_dim, position(r), qkv, q);
+                float* k = qkv + layer.q.outputs;
+                if (layer.v.panels == nullptr) std::memcpy(k + layer.k.outputs, k, 4 * size_t(layer.k.outputs));
+                append_token(kv_of(layer, span_of_[r]), rope, layer.head_norms, layer.slot, heads.heads, position(r),
+                             qkv, q);
             });
             attention(worker, layer, heads);
             every_row(
@@ -106,6 +115,7 @@ public:
                 run_experts(worker, layer);
             else
                 run_mlp(worker, layer);
+            if (layer.has_input()) add_input(worker, layer, l);
         }
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         if (call_.logit_rows == 0) return;
@@ -149,6 +159,7 @@ private:
     struct Product {
         const edgellm::Linear* linear;
         float* y;  // of the first row
+        const edgellm::Rows* x = nullptr;  // in place of those of the others
     };
 
     // Products of the same rows, one after the other.
@@ -156,14 +167,16 @@ private:
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
         const auto run_of = [&](const Product& p) { return panels_at_once(*p.linear, rows, call_.threads); };
-        const auto items = [&](const Product& p) { return (p.linear->count() + run_of(p) - 1) / run_of(p); };
+        const auto items = [&](const Product& p) {
+            return p.linear->panels == nullptr ? 0 : (p.linear->count() + run_of(p) - 1) / run_of(p);
+        };
         int count = 0;
         for (const Product& p : products) count += items(p);
         worker.each(count, [&](int item) {
             const Product* p = products.begin();
             for (; item >= items(*p); ++p) item -= items(*p);
             const int run = run_of(*p), first = item * run;
-            multiply_panels(*p->linear, first, std::min(p->linear->count(), first + run), x, rows,
+            multiply_panels(*p->linear, first, std::min(p->linear->count(), first + run), p->x ? *p->x : x, rows,
                             p->y + size_t(first) * edgellm::PANEL, step, add);
         });
     }
@@ -190,6 +203,17 @@ private:
         add_to(residual, normed, model_.hidden);
     }
 
+    // What a layer still has to add when its last product is there, and the scale of all of it.
+    void leave(int r, const edgellm::Layer& layer) const {
+        if (layer.has_input())
+            complete(r, nullptr, {layer.input.post_norm, nullptr});
+        else
+            complete(r, layer.down_bias, layer.post_mlp_norm);
+        if (layer.output_scale == 1) return;
+        float* x = b_.residual + size_t(r) * model_.hidden;
+        for (int i = 0; i < model_.hidden; i += LANES) store(x + i, load(x + i) * splat(layer.output_scale));
+    }
+
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
         const auto add = [&](const float* bias, int outputs) {
             for (int i = 0; bias && i < outputs; ++i) qkv[i] += bias[i];
@@ -204,11 +228,14 @@ private:
     void enter(int r) const {
         const int64_t token = call_.tokens[r];
         float* x = b_.residual + size_t(r) * model_.hidden;
-        if (call_.first_layer > 0) {
+        if (call_.first_layer == 0 || b_.first.codes) embed(static_cast<int>(token), x);
+        if (b_.first.codes) quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.first, r, false);
+        if (call_.first_layer > 0)
             std::memcpy(x, call_.entering + size_t(r) * model_.hidden, 4 * size_t(model_.hidden));
-            return;
-        }
-        read_row(model_.embedding, static_cast<int>(token), x);
+    }
+
+    void embed(int token, float* x) const {
+        read_row(model_.embedding, token, x);
         if (model_.embedding_scale == 1) return;
         for (int i = 0; i < model_.hidden; i += LANES)
             store(x + i, load(x + i) * splat(model_.embedding_scale));
@@ -237,7 +264,7 @@ private:
 
     void finish(int r) const {
         const edgellm::Layer& last = model_.layers[call_.last_layer - 1];
-        complete(r, last.down_bias, last.post_mlp_norm);
+        leave(r, last);
         const float* x = b_.residual + size_t(r) * model_.hidden;
         float* out = call_.states + size_t(r) * model_.hidden;
         if (call_.last_layer < model_.layer_count) {
@@ -362,6 +389,29 @@ private:
         every_row(worker, [&](int r) {
             b_.experts.sum(layer.router, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
+    }
+
+    void add_input(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::LayerInput& input = layer.input;
+        const int width = input.gate.outputs;
+        const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, width);
+        every_row(
+            worker,
+            [&](int r) {
+                complete(r, layer.down_bias, layer.post_mlp_norm);
+                normalize({}, r, false);
+            },
+            weights(input.gate));
+        multiply(worker, {{&input.gate, b_.qkv}, {&input.context, b_.qkv + width, &b_.first}}, b_.x, 2 * width, false);
+        every_row(
+            worker,
+            [&](int r) {
+                const float* gate = b_.qkv + size_t(r) * 2 * width;
+                const int row = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                activate_input(model_, layer, row, gate, gate + width, activated, r);
+            },
+            weights(input.output));
+        add_product(worker, input.output, activated, {input.post_norm, nullptr});
     }
 
     const edgellm::StepCall& call_;

@@ -19,6 +19,7 @@ from edgellm.kernels.step.span import LayerGroup, StepSpan, check_group, check_s
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
+    LayerInput,
     LayerWeights,
     Weights,
     check_pools,
@@ -49,6 +50,22 @@ class _Router(ctypes.Structure):
         return cls(address(layer.router), *counts, routing.scale)
 
 
+class _LayerInput(ctypes.Structure):
+    """Weights for embeddings of a layer's own; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("context", "gate", "output")),
+        ("post_norm", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, given: LayerInput | None) -> _LayerInput:
+        if given is None:
+            return cls()
+        linears = map(layer_of, (given.context, given.gate, given.output))
+        return cls(*linears, address(given.post_norm))
+
+
 class _Layer(ctypes.Structure):
     """Weights of a layer; the fields are those of call.h, in their order."""
 
@@ -57,8 +74,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        ("input", _LayerInput),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot")),
     ]
@@ -73,6 +90,8 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
+        ("layer_table", LinearLayer),
+        ("layer_norm", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
@@ -112,17 +131,19 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
     """
     return _Layer(
         layer_of(layer.q),
-        layer_of(layer.k),
+        layer_of(layer.k, fine=layer.v is None),
         layer_of(layer.v, fine=True),
         layer_of(layer.o),
-        LinearLayer() if layer.gate is None else layer_of(layer.gate),
+        layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim),
         _Router.of(layer),
+        _LayerInput.of(layer.input),
         layer.head_dim**-0.5 if layer.scale is None else layer.scale,
         layer.softcap or 0.0,
+        layer.output_scale,
         layer.heads,
         layer.window or 0,
         layer.rope,
@@ -192,12 +213,15 @@ class FusedStep:
         self._pool_pointers = (KV * len(pools))(*(KV.of(pool, no_table) for pool in pools))
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
+        table = weights.layer_table
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
             address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
+            layer_of(None if table is None else table.table),
+            None if table is None else address(table.norm),
             len(weights.layers),
             weights.embedding.inputs,
             weights.epsilon,
