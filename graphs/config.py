@@ -9,16 +9,20 @@ from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.layer_config import Attention, LayerConfig, Rope, check_sizes, shown
-from edgellm.graphs.typed_json import parse
+from edgellm.graphs.typed_json import key_of, parse
 
 _LARGEST = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
+    "layer_embedding": 1 << 12,
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
+_MOST_ROWS = 1 << 31
+# Fields of layers that are younger than the first bundles, and their defaults.
+_NEWER = {"experts": None, "scaled": False, "v_norm": False, "k_as_v": False, "kv_from": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class ModelConfig:
         norm_eps: number added to mean squares, or to the variance, also in norms of Q and K.
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
+        layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
     """
 
     model_type: str
@@ -46,6 +51,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    layer_embedding: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -59,12 +65,27 @@ class ModelConfig:
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
         self._check_layers()
         self._check_ropes()
+        self._check_sources()
         _check_groups("hidden_size", self.hidden_size)
+        if self.layer_embedding is not None:
+            _check_groups("layer_embedding", self.layer_embedding)
+            rows = self.vocab_size * self.layer_count
+            if rows >= _MOST_ROWS:
+                raise ModelFormatError(
+                    f"model config: tokens have {rows} embeddings for layers; below {_MOST_ROWS} "
+                    "is allowed"
+                )
 
     def _check_layers(self) -> None:
+        if not self.attentions:
+            raise UnsupportedModelError(
+                "model config: no layer attends; supported are models in which one does"
+            )
         for index, layer in enumerate(self.layers):
             _check_groups("intermediate_size", layer.mlp.intermediate)
-            _check_groups("attention_size", layer.attention.size)
+            _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
+            if not layer.attends:
+                continue
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise ModelFormatError(
                     f"model config: layer {index} names RoPE {layer.attention.rope} of "
@@ -72,13 +93,33 @@ class ModelConfig:
                 )
 
     def _check_ropes(self) -> None:
-        for layer in self.layers:
-            rotated = 2 * len(self.ropes[layer.attention.rope].inv_freq)
-            head_dim = layer.attention.head_dim
+        for attention in self.attentions.values():
+            rotated = 2 * len(self.ropes[attention.rope].inv_freq)
+            head_dim = attention.head_dim
             if not head_dim // _ROTATED_SHARE <= rotated <= head_dim:
                 raise ModelFormatError(
                     f"model config: RoPE rotates {rotated} dimensions, but a head has {head_dim}; "
                     "a quarter of them to all is allowed"
+                )
+
+    def _check_sources(self) -> None:
+        for index, attention in self.attentions.items():
+            source = attention.kv_from
+            if source is None:
+                continue
+            own = self.attentions.get(source)
+            if not 0 <= source < index or own is None or own.kv_from is not None:
+                raise ModelFormatError(
+                    f"model config: layer {index} reads K and V of layer {source}; a layer before "
+                    "it with K and V of its own is allowed"
+                )
+            kinds = [
+                (x.kv_heads, x.head_dim, x.window, x.rope, x.qk_norm) for x in (attention, own)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ModelFormatError(
+                    f"model config: layers {index} and {source} share K and V, and differ in KV "
+                    "heads, head_dim, window, RoPE or norms"
                 )
 
     @property
@@ -86,9 +127,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """Attention of each layer that has K and V, by the layer's index."""
+        return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attends}
+
+    @property
     def attention(self) -> Attention:
-        """Attention of the first layer; that of others may differ."""
-        return self.layers[0].attention
+        """Attention of the first layer that attends; that of others may differ."""
+        return next(iter(self.attentions.values()))
 
     @property
     def heads(self) -> int:
@@ -105,7 +151,7 @@ class ModelConfig:
     @property
     def has_layers_of_one_size(self) -> bool:
         """Whether heads, their width and that of the MLP are the same in all layers."""
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions.values()
         heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
         return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
 
@@ -114,19 +160,49 @@ class ModelConfig:
         """Whether some layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state in place of K and V."""
+        return not all(layer.attends for layer in self.layers)
+
+    @property
+    def native_parts(self) -> str:
+        """Name of the parts that the C++ kernels alone compute; empty: there are none."""
+        attentions = self.attentions.values()
+        parts = {
+            "experts": self.has_experts,
+            "layers with states": self.has_states,
+            "layers that share K and V": any(each.kv_from is not None for each in attentions),
+            "norms of V": any(each.v_norm for each in attentions),
+            "V made of K": any(each.k_as_v for each in attentions),
+            "embeddings for each layer": self.layer_embedding is not None,
+            "scaled layers": any(layer.scaled for layer in self.layers),
+        }
+        return " and ".join(part for part, there in parts.items() if there)
+
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        for layer in values["layers"]:  # as before there were experts: sessions name models by it
-            if layer["experts"] is None:
-                del layer["experts"]
+        values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
+        if self.layer_embedding is None:
+            del values["layer_embedding"]
         return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
         return parse(cls, values, where="model config")
+
+
+def _layer_json(layer: LayerConfig) -> dict[str, Any]:
+    """Return a layer as before there were its newer parts: sessions name models by it."""
+    values = asdict(layer)
+    mixer = _without_defaults(values.pop("mixer"))
+    return {key_of(type(layer.mixer)): mixer, **_without_defaults(values)}
+
+
+def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in _NEWER or v != _NEWER[k]}
 
 
 def _check_groups(name: str, size: int) -> None:

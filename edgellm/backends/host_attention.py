@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import HeadNorms, append_rotated
@@ -94,14 +95,16 @@ def head_norms(config: ModelConfig, weight: Callable[[str], Floats]) -> list[Hea
     """
 
     def of(layer: int) -> HeadNorms | None:
-        kind = config.layers[layer].attention.qk_norm
-        if kind == "none":
+        mixer = config.layers[layer].mixer
+        if not isinstance(mixer, Attention) or mixer.qk_norm == "none":
             return None
+        source = layer if mixer.kv_from is None else mixer.kv_from
         return HeadNorms(
             q=weight(f"layers.{layer}.q_norm"),
-            k=weight(f"layers.{layer}.k_norm"),
+            k=weight(f"layers.{source}.k_norm"),
             epsilon=config.norm_eps,
-            after_rope=kind == "head_after_rope",
+            after_rope=mixer.qk_norm == "head_after_rope",
+            values=mixer.v_norm,
         )
 
     return [of(layer) for layer in range(config.layer_count)]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
+from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
-from edgellm.kernels.step import LayerWeights, Weights
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, open_head_norms
 from edgellm.store.manifest import PACKED, map_arrays
@@ -34,7 +37,33 @@ def open_packed_weights(bundle: Bundle) -> Weights:
         epsilon=config.norm_eps,
         embedding_scale=config.embedding_scale,
         logit_softcap=config.logit_softcap,
+        layer_table=mapped.layer_table(),
     )
+
+
+def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
+    names = ("heads", "rope", "window", "scale", "softcap", "kv_from")
+    return {name: getattr(mixer, name) for name in names}
+
+
+def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
+    filters = np.ascontiguousarray(parts.pop("conv").T)
+    return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
+
+
+# Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
+_MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    Attention: _attention,
+    ShortConv: _short_conv,
+}
+
+
+def _input(parts: dict[str, Any]) -> LayerInput | None:
+    """Take the tensors for embeddings of a layer's own out of the layer's."""
+    if "layer_gate" not in parts:
+        return None
+    linears = {name: parts.pop(f"layer_{name}") for name in ("context", "gate", "output")}
+    return LayerInput(**linears, post_norm=parts.pop("post_layer_norm"))
 
 
 class _Mapped:
@@ -59,18 +88,24 @@ class _Mapped:
             for spec in layer_tensors(self._config, index)
             if not is_head_norm(spec.name)
         }
+        mixer = _MIXERS[type(layer.mixer)](layer.mixer, parts)
+        scale = parts.pop("layer_scale", None)
         return LayerWeights(
+            input=_input(parts),
+            output_scale=1.0 if scale is None else float(scale[0]),
             **parts,
-            heads=layer.attention.heads,
+            **mixer,
             routing=layer.experts,
             head_norms=norms,
             activation=layer.mlp.activation,
-            rope=layer.attention.rope,
             pool=self._pools[index],
-            window=layer.attention.window,
-            scale=layer.attention.scale,
-            softcap=layer.attention.softcap,
         )
+
+    def layer_table(self) -> LayerTable | None:
+        if self._config.layer_embedding is None:
+            return None
+        norm = self.arrays["layer_embedding_norm"]
+        return LayerTable(table=self.weights("layer_embedding"), norm=norm)
 
     def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:
         return self.weights(name) if spec.quantized else self.arrays[name]

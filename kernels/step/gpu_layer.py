@@ -335,7 +335,8 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
     """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
-    parts = tuple(zip(layer.qkv, (layer.q_bias, layer.k_bias, layer.v_bias), strict=True))
+    q, k, v = layer.qkv
+    parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
     if all(bias is None for _, bias in parts):
         return None
     return np.concatenate(

@@ -7,4 +7,5 @@
 #include "mlp.h"
 #include "layer_input.h"
 #include "../experts/cpu.h"
+#include "../short_conv/cpu.h"
 #include "cpu.h"

@@ -14,7 +14,8 @@ from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.rope import reference as rope
-from edgellm.kernels.step.weights import Activation, LayerWeights, Weights
+from edgellm.kernels.short_conv import reference as short_conv
+from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
@@ -69,19 +70,21 @@ def through(
     Arguments are those of `forward`.
     """
     residuals = [embed(weights, matrices, tokens)]
-    kept: list[tuple[Floats, Floats]] = []  # K and V that each layer attends to
+    kept: dict[int, tuple[Floats, Floats]] = {}  # K and V of layers that have their own
     for index, layer in enumerate(weights.layers):
         x = residuals[-1]
         product_of = partial(_products, matrices, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         turn = ropes[layer.rope]
-        if layer.kv_from is None:
-            kept.append(_keys_and_values(normed, layer, product, turn, format))
+        if layer.mixer is not None:
+            mixed = _mixed(normed, layer.mixer, product)
         else:
-            kept.append(kept[layer.kv_from])
-        attended = _attention(normed, layer, product, turn, kept[index])
-        o = _biased(product(attended, "o"), layer.o_bias)
+            if layer.kv_from is None:
+                kept[index] = _keys_and_values(normed, layer, product, turn, format)
+            kv = kept[index if layer.kv_from is None else layer.kv_from]
+            mixed = _attention(normed, layer, product, turn, kv)
+        o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
@@ -90,7 +93,9 @@ def through(
         x = x + norm(down, *post, weights.epsilon)
         if layer.input is not None:
             e = layer_embeddings(weights, matrices, index, tokens, residuals[0], rounded=rounded)
-            added = product(activate(product(x, "input.gate"), layer.activation) * e, "input.output")
+            added = product(
+                activate(product(x, "input.gate"), layer.activation) * e, "input.output"
+            )
             x = x + norm(added, layer.input.post_norm, None, weights.epsilon)
         residuals.append(x * layer.output_scale)
     return residuals
@@ -174,6 +179,11 @@ def _attention(
         softcap=layer.softcap,
     )
     return attended.reshape(len(x), -1)
+
+
+def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
+    """Compute what a mixer with states gives for all rows of a sequence, from its start."""
+    return short_conv.mix(product(x, "conv_in"), mixer.filters)
 
 
 def _feed_forward(

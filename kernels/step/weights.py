@@ -13,18 +13,24 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.state_blocks import StateBlocks
 
 Floats = NDArray[np.float32]
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+# Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
+# projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
+# `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
+StateMixer = ShortConvWeights
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInput:
     """Weights for a token's own embedding in a layer, of width P (see `LayerTable`).
 
-    The layer adds `norm(output(activation(gate(x)) * e))` behind its MLP. The embedding e comes from
-    a row of the table and from `context(x0)`, where x0 is the residual before the first layer.
+    The layer adds `norm(output(activation(gate(x)) * e))` behind its MLP. The embedding e is made
+    of a row of the table and of `context(x0)`, where x0 is the residual before the first layer.
 
     Attributes:
         context, gate: `[P, E]`.
@@ -56,10 +62,10 @@ class LayerWeights:
     """Weights of a layer: packed weights, and vectors `[E]` (norms) or `[outputs]` (biases).
 
     Attributes:
-        k, v: weights of K and V. None in a layer that reads those of another; v alone is None where
-            V is K before its norm.
+        q, k, v, heads: projections of attention, and its number of query heads. k and v are None in
+            a layer that reads those of another; v alone is None where V is K before its norm.
         kv_from: index of the layer whose K and V this one reads; None: its own.
-        heads: number of query heads.
+        mixer: mixer in place of attention, which then has no projections and heads; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
             as it is.
@@ -71,7 +77,8 @@ class LayerWeights:
         routing: choice of experts by the router's logits; None without a router.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
-        pool: index of the pool with the layer's K and V, as the next of that pool's layers.
+        pool: index of the pool with the layer's K and V or state, as the next of that pool's
+            layers.
         window: number of positions that a token sees; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap of the scores, or None.
@@ -79,14 +86,15 @@ class LayerWeights:
         output_scale: factor of the residual at the end of the layer.
     """
 
-    q: PackedWeights
     o: PackedWeights
     up: PackedWeights
     down: PackedWeights
-    heads: int
+    q: PackedWeights | None = None
     k: PackedWeights | None = None
     v: PackedWeights | None = None
+    heads: int = 0
     kv_from: int | None = None
+    mixer: StateMixer | None = None
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
     attention_norm_bias: Floats | None = None
@@ -126,20 +134,21 @@ class LayerWeights:
 
     @property
     def qkv(self) -> tuple[PackedWeights, PackedWeights, PackedWeights]:
-        """Weights of Q, K and V of a layer that has all three.
+        """Projections to Q, K and V of a layer that has all three.
 
         Raises:
-            ValueError: it has not.
+            ValueError: it lacks one of them.
         """
-        if self.k is None or self.v is None:
-            raise ValueError("a layer without K or V of its own; needed are Q, K and V")
+        if self.q is None or self.k is None or self.v is None:
+            raise ValueError("a layer without q, k or v; needed are all three")
         return self.q, self.k, self.v
 
     @property
     def linears(self) -> tuple[PackedWeights, ...]:
-        every = [self.q, self.k, self.v, self.o, self.gate, self.up, self.down]
-        if self.input is not None:
-            every += [self.input.context, self.input.gate, self.input.output]
+        mixer = (self.q, self.k, self.v) if self.mixer is None else self.mixer.linears
+        given = self.input
+        inputs = () if given is None else (given.context, given.gate, given.output)
+        every = (*mixer, self.o, self.gate, self.up, self.down, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
@@ -229,20 +238,20 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
 
 
 def _check_layer(layer: LayerWeights, hidden: int) -> None:
-    width, intermediate, heads = layer.o.inputs, layer.up.outputs, layer.heads
+    intermediate, sizes = layer.up.outputs, {"hidden": hidden}
     experts = _check_router(layer, hidden)
-    _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
-    kv = 0 if layer.k is None else layer.k.outputs
-    for name, projection in (("k", layer.k), ("v", layer.v)):
-        if projection is not None:
-            _require(name, (projection.outputs, projection.inputs), (kv, hidden))
+    if layer.mixer is None:
+        sizes |= _check_attention(layer, hidden)
+    else:
+        _require("projections beside a mixer", (layer.q, layer.k, layer.v), (None, None, None))
+        layer.mixer.check(hidden)
+        _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
     down = experts * hidden, intermediate // experts
     _require("down", (layer.down.outputs, layer.down.inputs), down)
-    sizes = {"hidden": hidden, "q": width, "k": kv, "v": kv}
     for name, of in VECTORS.items():
         vector = getattr(layer, name)
         if vector is not None:
@@ -251,19 +260,30 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
         if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
             raise ValueError(f"{name} without a norm")
+
+
+def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
+    """Check the projections of a layer; returns their outputs."""
+    width, heads, kv = layer.o.inputs, layer.heads, 0 if layer.k is None else layer.k.outputs
+    for name, linear, outputs in (("q", layer.q, width), ("k", layer.k, kv), ("v", layer.v, kv)):
+        if linear is not None:
+            _require(name, (linear.outputs, linear.inputs), (outputs, hidden))
     # a row of Q ends where K begins: a padded panel would write over it
-    if width % heads or width % PANEL or kv % PANEL:
+    if layer.q is None or width % heads or width % PANEL or kv % PANEL:
         raise ValueError(
             f"Q has {width} outputs, K and V {kv}; needed are whole panels of {PANEL} "
             f"and {heads} heads"
         )
     if layer.head_norms is not None and layer.k is not None:
         layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
+    return {"q": width, "k": kv, "v": kv}
 
 
 def _check_source(layers: Sequence[LayerWeights], index: int) -> None:
     """Check whose K and V a layer reads."""
     layer = layers[index]
+    if layer.mixer is not None:
+        return
     if (layer.k is None) != (layer.kv_from is not None) or (layer.k is None and layer.v):
         raise ValueError("needed is either K of a layer's own, or a layer whose K and V it reads")
     if layer.kv_from is None:
@@ -322,24 +342,41 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
     return experts
 
 
-def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
-    """Refuse pools of KV blocks that were made for another model.
+def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+    """Refuse pools of KV blocks or states that were made for another model.
 
     Raises:
-        ValueError: the number of pools, or their layers, heads or formats differ.
+        ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
-    needed: list[tuple[int, int, int]] = []
+    needed: list[tuple[int, ...]] = []
     for number in range(1 + max(layer.pool for layer in weights.layers)):
         members = [x for x in weights.layers if x.pool == number and x.kv_from is None]
-        sizes = {(layer.kv_heads, layer.head_dim) for layer in members}
+        sizes = {_pool_sizes(layer) for layer in members}
         if len(sizes) != 1:
-            raise ValueError(f"layers of pool {number} have KV heads and head_dim {sorted(sizes)}")
+            raise ValueError(
+                f"layers of pool {number} have KV heads and head_dim, or states of the sizes "
+                f"{sorted(sizes)}"
+            )
         needed.append((len(members), *sizes.pop()))
-    there = [(blocks.layers, blocks.kv_heads, blocks.head_dim) for blocks in pools]
+    there = [
+        blocks.states.shape[1:]
+        if isinstance(blocks, StateBlocks)
+        else (blocks.layers, blocks.kv_heads, blocks.head_dim)
+        for blocks in pools
+    ]
     if there != needed:
-        raise ValueError(f"pools of layers, KV heads and head_dim {there}; needed are {needed}")
-    if len({blocks.format for blocks in pools}) > 1:
+        raise ValueError(
+            f"pools of layers, KV heads and head_dim, or layers and numbers of a state {there}; "
+            f"needed are {needed}"
+        )
+    if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def _pool_sizes(layer: LayerWeights) -> tuple[int, ...]:
+    if layer.mixer is None:
+        return layer.kv_heads, layer.head_dim
+    return (layer.mixer.state_size,)
 
 
 def _require(name: str, value: object, needed: object) -> None:

@@ -44,7 +44,7 @@ def config_of(*layers: LayerConfig, **changes: Any) -> ModelConfig:
 
 
 def _layer(norms: Any = "pre", *, mlp: Mlp = _MLP, **changes: Any) -> LayerConfig:
-    return LayerConfig(attention=replace(_ATTENTION, **changes), mlp=mlp, norms=norms)
+    return LayerConfig(mixer=replace(_ATTENTION, **changes), mlp=mlp, norms=norms)
 
 
 _GELU = replace(_MLP, activation="gelu_tanh")
@@ -84,7 +84,7 @@ CONFIGS = {
     "uneven": config_of(
         _layer(window=9, qkv_bias=True),
         LayerConfig(
-            attention=Attention(heads=2, kv_heads=1, head_dim=32, rope=1, qk_norm="head"),
+            mixer=Attention(heads=2, kv_heads=1, head_dim=32, rope=1, qk_norm="head"),
             mlp=Mlp(intermediate=96, activation="gelu_tanh", gated=False, bias=True),
             norms="sandwich",
         ),
@@ -206,15 +206,23 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return added
 
 
-def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
-    """Attention of a whole text, before the output projection, `[n, H * D]`."""
+def attend(
+    checkpoint: Any,
+    layer: int,
+    residual: np.ndarray,
+    kept: dict[int, tuple[np.ndarray, np.ndarray]],
+) -> np.ndarray:
+    """Attention of a whole text, before the output projection, `[n, H * D]`.
+
+    Args:
+        kept: K and V of the layers before, to which those of this one come.
+    """
     config, name = checkpoint.config, f"layers.{layer}"
     here, turn = config.layers[layer].attention, config.rope_of(layer)
     x = normed(checkpoint, f"{name}.attention_norm", residual)
-    q, k, v = (
-        product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
-        for part in "qkv"
-    )
+
+    def heads(part: str) -> np.ndarray:
+        return product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
 
     def rotated(rows: np.ndarray, part: str) -> np.ndarray:
         weight = vector(checkpoint, f"{name}.{part}_norm")
@@ -225,10 +233,15 @@ def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
             rows = head_norm(rows, weight, config.norm_eps)
         return rows
 
+    if here.kv_from is None:
+        k = heads("k")
+        v = k if here.k_as_v else heads("v")
+        if here.v_norm:
+            v = head_norm(v, np.ones(here.head_dim), config.norm_eps)
+        kept[layer] = rotated(k, "k"), v
     attended = attention.attend(
-        rotated(q, "q"),
-        rotated(k, "k"),
-        v,
+        rotated(heads("q"), "q"),
+        *kept[layer if here.kv_from is None else here.kv_from],
         0,
         window=here.window,
         scale=here.scale,
@@ -237,13 +250,36 @@ def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
     return attended.reshape(len(x), -1)
 
 
+def layer_embedding(
+    checkpoint: Any, layer: int, tokens: Sequence[int], first: np.ndarray, x: np.ndarray
+) -> np.ndarray:
+    """What tokens' own embeddings for a layer add behind its MLP; 0 where there are none."""
+    config, name = checkpoint.config, f"layers.{layer}."
+    width = config.layer_embedding
+    if width is None:
+        return np.zeros_like(x)
+    table = checkpoint.tensor("layer_embedding").float32().reshape(config.vocab_size, -1, width)
+    context = product(checkpoint, f"{name}layer_context", first) * config.hidden_size**-0.5
+    context = normed(checkpoint, "layer_embedding_norm", context)
+    e = (context + table[list(tokens), layer].astype(np.float64) * width**0.5) * 2**-0.5
+    gate = activate(
+        product(checkpoint, f"{name}layer_gate", x), config.layers[layer].mlp.activation
+    )
+    added = product(checkpoint, f"{name}layer_output", gate * e)
+    return normed(checkpoint, f"{name}post_layer_norm", added)
+
+
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states `[n, E]` and logits `[n, V]` of a text."""
     config = checkpoint.config
     table = checkpoint.tensor("embedding").float32().astype(np.float64)
-    x = table[list(tokens)] * config.embedding_scale
+    x = first = table[list(tokens)] * config.embedding_scale
+    kept: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for layer in range(config.layer_count):
-        x = after_attention(checkpoint, layer, attend(checkpoint, layer, x), x)
+        x = after_attention(checkpoint, layer, attend(checkpoint, layer, x, kept), x)
+        x = x + layer_embedding(checkpoint, layer, tokens, first, x)
+        if config.layers[layer].scaled:
+            x = x * vector(checkpoint, f"layers.{layer}.layer_scale")
     hidden = normed(checkpoint, "final_norm", x)
     head = table if config.tied_embedding else checkpoint.tensor("head").float32()
     logits = hidden @ head.T.astype(np.float64)

@@ -360,9 +360,7 @@ class Model:
         )
         q, k = (self._vector(size, around=1.0) for size in sizes)
         after = kind == "head_after_rope"
-        return HeadNorms(
-            q=q, k=k, epsilon=EPSILON, after_rope=after, values=here.parts.v_norm
-        )
+        return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=after, values=here.parts.v_norm)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, *, size: float | None = None
