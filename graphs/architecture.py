@@ -133,7 +133,12 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
     "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
-_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+_HF_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
+}
 
 
 @dataclass(frozen=True)

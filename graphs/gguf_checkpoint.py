@@ -82,7 +82,7 @@ class GGUFCheckpoint:
         Raises:
             UnsupportedModelError: the file has such a tensor; the message names the first one.
         """
-        known = self._translation.file_names()
+        known = self._translation.file_names() | self._translation.unused_names()
         for name in self._tensors:
             if name not in known and not _UNUSED.fullmatch(name):
                 raise UnsupportedModelError(
@@ -103,7 +103,8 @@ class GGUFCheckpoint:
     def _vector(self, key: str) -> list[float] | None:
         if key not in self._tensors:
             return None
-        values: list[float] = self._stored(key).float32().reshape(-1).tolist()
+        # factors of RoPE stay in float32: those of pairs that do not turn are far above a half
+        values: list[float] = _dequantize(self._tensors[key], str(self.path)).reshape(-1).tolist()
         return values
 
     def _stored(self, key: str) -> Tensor:

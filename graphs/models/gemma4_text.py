@@ -61,6 +61,13 @@ _DEFAULTS: dict[str, Any] = {
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
 }
+_UNIFIED = "gemma4_unified_text"
+# Those of the 12B model, which has other names, and no embeddings for each layer.
+_UNIFIED_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": 0,
+}
 _FULL_HEAD_DIM = 512
 _LOCAL_THETA = 10000.0
 _PERIOD = 6
@@ -130,7 +137,8 @@ def _attention(
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    fields.assume(_DEFAULTS)
+    unified = fields.read(str, "model_type") == _UNIFIED
+    fields.assume({**_DEFAULTS, **(_UNIFIED_DEFAULTS if unified else {})})
     _refuse_experts(fields, fields.optional(bool, "enable_moe_block"))
     fields.require("hidden_activation", "gelu_pytorch_tanh")
     fields.require("is_causal", True)
@@ -162,7 +170,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     )
     hidden_size = fields.read(int, "hidden_size")
     return ModelConfig(
-        model_type=fields.read(str, "model_type"),
+        model_type="gemma4_text",
         vocab_size=vocabulary,
         hidden_size=hidden_size,
         layers=layers.all(fields.origin),

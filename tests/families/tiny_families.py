@@ -91,10 +91,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "final_logit_softcapping": 30.0,
         },
     ),
-    "gemma4_k_as_v": (
-        "Gemma4Text",
-        {**_GEMMA4, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
-    ),
+    "gemma4_unified": ("Gemma4UnifiedText", {**_GEMMA4, "attention_k_eq_v": True}),
     "phi3": ("Phi3", {"sliding_window": 24, "rope_parameters": _DEFAULT}),
     "phi3_longrope": (
         "Phi3",

@@ -124,7 +124,7 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
         ("deepseek2", True, r"experts that all tokens share and latent attention \(MLA\)"),
         ("falcon-h1", True, "recurrent layers"),
         ("qwen3_5_moe", False, "experts that all tokens share and recurrent layers"),
-        ("gemma3n", True, "layers that share keys and values"),
+        ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],
 )
 def test_architectures_that_need_more_say_of_what(name: str, gguf: bool, missing: str) -> None:
