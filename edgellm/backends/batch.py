@@ -30,6 +30,8 @@ class Span:
         group: layers that the rows go through, where others come before or after; None: all layers.
             With a group, tokens are counted into the sequence only after the last layer, and the
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
+        all_states: whether the hidden states of all rows are asked for; else those of rows without
+            logits may be zeros.
     """
 
     sequence: Sequence
@@ -37,6 +39,7 @@ class Span:
     logit_rows: int = 0
     candidates: int = 0
     group: LayerGroup | None = None
+    all_states: bool = True
 
 
 @dataclass(frozen=True)

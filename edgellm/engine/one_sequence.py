@@ -60,7 +60,8 @@ def compute_prompt(
     rows, chunks = backend.rows_at_once(sequence), 0
     for start in range(0, len(tokens), rows):
         part = tokens[start : start + rows]
-        span = Span(sequence, part, logit_rows=int(start + len(part) == len(tokens)))
+        last, states = start + len(part) == len(tokens), hooks.on_hidden is not None
+        span = Span(sequence, part, logit_rows=int(last), all_states=states)
         (computed,) = backend.run([span], should_stop=should_stop)
         logits = computed.logits
         if hooks.on_place is not None:

@@ -247,7 +247,18 @@ class Request(Stream):
             self.job = self.job or PrefillJob(self.context.sequence, tokens)
             return self.job.span(layers, logit_rows=int(last), candidates=candidates)
         guess = self._speculation.draft(draft, self.tokens)
-        return Span(self.context.sequence, [*tokens, *guess], int(last) + len(guess), candidates)
+        return Span(
+            self.context.sequence,
+            [*tokens, *guess],
+            int(last) + len(guess),
+            candidates,
+            all_states=self.wants_states,
+        )
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether hidden states of rows without logits are used as well: they score a prompt."""
+        return self._scores is not None and not self._scores.complete
 
     def take(self, rows: Rows, *, decoded: bool, company: int, seconds: float) -> None:
         """Take the results of a step for the request's span, and sample from its logits.
