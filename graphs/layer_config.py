@@ -22,7 +22,7 @@ _LARGEST = {
     "head_dim": 1 << 12,
     "window": (1 << 31) - 1,
     "channels": 1 << 18,
-    "taps": 1 << 7,
+    "taps": 16,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
