@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from inspection import used_blocks
 from matrix import usable
-from test_experts import found, round_weights
+from rounded_weights import found, round_weights
 from tiny_families import logits, make, save_tokenizer
 
 from edgellm.backends.batch import Span
