@@ -178,7 +178,8 @@ class ModelConfig:
             "embeddings for each layer": self.layer_embedding is not None,
             "scaled layers": any(layer.scaled for layer in self.layers),
         }
-        return " and ".join(part for part, there in parts.items() if there)
+        *others, last = [part for part, there in parts.items() if there] or [""]
+        return f"{', '.join(others)} and {last}" if others else last
 
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]

@@ -247,6 +247,8 @@ def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
     [
         ("gemma3_text", "gemma3", "model.language_model.", ""),
         ("gemma3_text", "gemma3", "language_model.model.", "language_model."),
+        ("gemma4_text", "gemma4", "model.language_model.", ""),
+        ("gemma4_unified", "gemma4_unified", "model.language_model.", ""),
         ("ministral3", "mistral3", "model.language_model.", ""),
         ("mistral", "mistral3", "language_model.model.", "language_model."),
         ("llama", "smolvlm", "model.text_model.", ""),
