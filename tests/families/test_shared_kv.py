@@ -196,3 +196,21 @@ def test_quality_has_a_reference(start: Start) -> None:
     text = "".join(chr(token % 26 + 65) for token in TOKENS)
     judged = quality(start(kv_format="f32").engine, text, window=64, max_windows=2)
     assert judged.kl_mean < 0.02
+
+
+def test_states_of_all_rows_where_they_are_asked_for(model: tuple[Any, Path], start: Start) -> None:
+    """Embeddings and scores of a prompt need rows that would leave early."""
+    import torch
+
+    llm, text = start(kv_format="f32"), "What is asked for is all that is there, and no row leaves."
+    tokens = llm.tokenize(text)
+    with torch.no_grad():
+        judged = model[0].model(torch.tensor([tokens])).last_hidden_state[0].double().numpy()
+    mean = judged.mean(axis=0)
+    assert llm.embed(text) @ mean > 0.998 * np.linalg.norm(mean)
+    scores = llm.generate(tokens, max_tokens=0, prompt_logprobs=1).prompt_logprobs
+    rows = logits(model[0], tokens)
+    exact = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+    for score, row, token in zip(scores[1:], exact, tokens[1:], strict=False):
+        assert score.logprob == pytest.approx(row[token], abs=0.5)
+    assert len(scores) == len(tokens)
