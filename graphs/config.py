@@ -18,11 +18,15 @@ _LARGEST = {
     "context_length": (1 << 31) - 1,
     "layer_embedding": 1 << 12,
 }
+# Fields that came later, with the values of models before there were any.
+_LATER: Mapping[str, Mapping[str, Any]] = {
+    "layer": {"experts": None, "shared": None, "scaled": False},
+    "mixer": {"sinks": False, "v_norm": False, "k_as_v": False, "kv_from": None},
+    "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
+}
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
 _MOST_ROWS = 1 << 31
-# Fields of layers that are younger than the first bundles, and their defaults.
-_NEWER = {"experts": None, "scaled": False, "v_norm": False, "k_as_v": False, "kv_from": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,8 @@ class ModelConfig:
             )
         for index, layer in enumerate(self.layers):
             _check_groups("intermediate_size", layer.mlp.intermediate)
+            if layer.shared is not None:
+                _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
             if not layer.attends:
                 continue
@@ -172,6 +178,8 @@ class ModelConfig:
         parts = {
             "experts": self.has_experts,
             "layers with states": self.has_states,
+            "attention sinks": any(each.sinks for each in attentions),
+            "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),
             "layers that share K and V": any(each.kv_from is not None for each in attentions),
             "norms of V": any(each.v_norm for each in attentions),
             "V made of K": any(each.k_as_v for each in attentions),
@@ -196,14 +204,20 @@ class ModelConfig:
 
 
 def _layer_json(layer: LayerConfig) -> dict[str, Any]:
-    """Return a layer as before there were its newer parts: sessions name models by it."""
+    """Return a layer as before it had parts that came later: sessions name models by it."""
     values = asdict(layer)
-    mixer = _without_defaults(values.pop("mixer"))
-    return {key_of(type(layer.mixer)): mixer, **_without_defaults(values)}
+    if layer.experts is not None:
+        _leave_out(values["experts"], _LATER["experts"])
+    _leave_out(values["mixer"], _LATER["mixer"])
+    _leave_out(values, _LATER["layer"])
+    return {key_of(type(layer.mixer)): values.pop("mixer"), **values}
 
 
-def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if k not in _NEWER or v != _NEWER[k]}
+def _leave_out(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Remove fields that have their values of before."""
+    for name, default in defaults.items():
+        if values.get(name, default) == default:
+            values.pop(name, None)
 
 
 def _check_groups(name: str, size: int) -> None:

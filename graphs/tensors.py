@@ -59,8 +59,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
     The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
     short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
-    A layer with X experts has a router [X, E] before the gate, and its MLPs one behind the other:
-    gate and up [X*F, E], down [X*E, F].
+    A layer with X experts has a router [X, E], router_bias and selection_bias [X] before the gate,
+    and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
+    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
+    Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
     layer_output [E, P] and post_layer_norm [E] come last, and behind them layer_scale [1], if any.
@@ -113,6 +115,8 @@ def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
         for name in ("q", "k") if "k" in widths else ("q",):
             width = widths[name] if whole else attention.head_dim
             yield TensorSpec(f"{name}_norm", (width,), "vector")
+    if attention.sinks:
+        yield TensorSpec("sinks", (attention.heads,), "vector")
     yield from _linear("o", e, attention.size, bias=attention.output_bias)
 
 
@@ -133,6 +137,12 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
     count = 1 if experts is None else experts.experts
     if experts is not None:
         yield TensorSpec("router", (count, e), "router")
+        for name, there in (
+            ("router_bias", experts.bias),
+            ("selection_bias", experts.selection_bias),
+        ):
+            if there:
+                yield TensorSpec(name, (count,), "vector")
     shapes = {"gate": (mlp.intermediate, e), "up": (mlp.intermediate, e)}
     shapes["down"] = (e, mlp.intermediate)
     for name, (outputs, inputs) in shapes.items():
@@ -140,7 +150,13 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
             continue
         yield TensorSpec(name, (count * outputs, inputs), "linear", experts)
         if mlp.bias:
-            yield TensorSpec(f"{name}_bias", (outputs,), "vector")
+            yield TensorSpec(f"{name}_bias", (count * outputs,), "vector", experts)
+    if layer.shared is not None:
+        size = layer.shared.intermediate
+        if layer.shared.routed:
+            yield TensorSpec("shared_router", (e,), "vector")
+        for name, shape in (("gate", (size, e)), ("up", (size, e)), ("down", (e, size))):
+            yield TensorSpec(f"shared_{name}", shape, "linear")
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:

@@ -5,11 +5,12 @@
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
+#include "../lora/call.h"
 #include "../short_conv/call.h"
 
 namespace edgellm {
 
-enum Activation : int32_t { SILU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 enum Mixer : int32_t { ATTENTION, SHORT_CONV };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
@@ -28,7 +29,7 @@ struct LayerInput {
 struct Layer {
     // q, k and v are those of attention: k and v without panels in a layer that reads those of another, v where it is k
     // before its norm. gate without panels where there is none; with a router the three of all experts, one behind the
-    // other
+    // other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -37,6 +38,8 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    SharedExpert shared;
+    const float* sinks;    // [heads]
     LayerInput input;
     ShortConv short_conv;
     float scale, softcap;  // of the scores; softcap 0: none
@@ -62,6 +65,7 @@ struct Transformer {
     Linear embedding, head;  // the same panels where they are tied
     Linear layer_table;      // [vocabulary * layers, width], embeddings of a token for each layer; or without panels
     const float* layer_norm;  // [width], of their contexts
+    ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
@@ -81,6 +85,7 @@ struct StateSpan {
 // Rows of a step that are consecutive tokens of one sequence; the same fields as in native.py.
 struct Span {
     const int64_t* const* tables;  // the sequence's block ids in each pool
+    const Adapter* adapter;        // may be null
     const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
