@@ -148,6 +148,7 @@ HF_FUSED_MLP: Names = {
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "hunyuan-dense": "hunyuan_v1_dense",
@@ -164,10 +165,15 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
         "qwen3next", "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
-    "layers that share keys and values": ("gemma3n", "gemma4"),
+    "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
-_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text"}
+_HF_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
+    "gemma4_unified_text": "gemma4_text",
+}
 
 
 @dataclass(frozen=True)

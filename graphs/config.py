@@ -16,15 +16,17 @@ _LARGEST = {
     "hidden_size": 1 << 18,
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
+    "layer_embedding": 1 << 12,
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "layer": {"experts": None, "shared": None},
-    "mixer": {"sinks": False},
+    "layer": {"experts": None, "shared": None, "scaled": False},
+    "mixer": {"sinks": False, "v_norm": False, "k_as_v": False, "kv_from": None},
     "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
+_MOST_ROWS = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class ModelConfig:
         norm_eps: number added to mean squares, or to the variance, also in norms of Q and K.
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
+        layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
     """
 
     model_type: str
@@ -52,6 +55,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    layer_embedding: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -65,7 +69,16 @@ class ModelConfig:
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
         self._check_layers()
         self._check_ropes()
+        self._check_sources()
         _check_groups("hidden_size", self.hidden_size)
+        if self.layer_embedding is not None:
+            _check_groups("layer_embedding", self.layer_embedding)
+            rows = self.vocab_size * self.layer_count
+            if rows >= _MOST_ROWS:
+                raise ModelFormatError(
+                    f"model config: tokens have {rows} embeddings for layers; below {_MOST_ROWS} "
+                    "is allowed"
+                )
 
     def _check_layers(self) -> None:
         if not self.attentions:
@@ -93,6 +106,26 @@ class ModelConfig:
                 raise ModelFormatError(
                     f"model config: RoPE rotates {rotated} dimensions, but a head has {head_dim}; "
                     "a quarter of them to all is allowed"
+                )
+
+    def _check_sources(self) -> None:
+        for index, attention in self.attentions.items():
+            source = attention.kv_from
+            if source is None:
+                continue
+            own = self.attentions.get(source)
+            if not 0 <= source < index or own is None or own.kv_from is not None:
+                raise ModelFormatError(
+                    f"model config: layer {index} reads K and V of layer {source}; a layer before "
+                    "it with K and V of its own is allowed"
+                )
+            kinds = [
+                (x.kv_heads, x.head_dim, x.window, x.rope, x.qk_norm) for x in (attention, own)
+            ]
+            if kinds[0] != kinds[1]:
+                raise ModelFormatError(
+                    f"model config: layers {index} and {source} share K and V, and differ in KV "
+                    "heads, head_dim, window, RoPE or norms"
                 )
 
     @property
@@ -141,19 +174,29 @@ class ModelConfig:
     @property
     def native_parts(self) -> str:
         """Name of the parts that the C++ kernels alone compute; empty: there are none."""
+        attentions = self.attentions.values()
         parts = {
             "experts": self.has_experts,
             "layers with states": self.has_states,
-            "attention sinks": any(each.sinks for each in self.attentions.values()),
+            "attention sinks": any(each.sinks for each in attentions),
             "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),
+            "layers that share K and V": any(each.kv_from is not None for each in attentions),
+            "norms of V": any(each.v_norm for each in attentions),
+            "V made of K": any(each.k_as_v for each in attentions),
+            "embeddings for each layer": self.layer_embedding is not None,
+            "scaled layers": any(layer.scaled for layer in self.layers),
         }
-        return " and ".join(part for part, there in parts.items() if there)
+        *others, last = [part for part, there in parts.items() if there] or [""]
+        return f"{', '.join(others)} and {last}" if others else last
 
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
+        values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
+        if self.layer_embedding is None:
+            del values["layer_embedding"]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:

@@ -83,7 +83,7 @@ class GGUFCheckpoint:
         Raises:
             UnsupportedModelError: the file has such a tensor; the message names the first one.
         """
-        known = self._translation.file_names()
+        known = self._translation.file_names() | self._translation.unused_names()
         blocks = Fields(self.metadata, origin="", prefix=self._prefix).read(int, "block_count")
         # layers that predict further tokens stand behind the model's own
         others = {f"blk.{block}" for block in range(self.config.layer_count, blocks)}
@@ -109,7 +109,8 @@ class GGUFCheckpoint:
     def _vector(self, key: str) -> list[float] | None:
         if key not in self._tensors:
             return None
-        values: list[float] = self._stored(key).float32().reshape(-1).tolist()
+        # factors of RoPE stay in float32: those of pairs that do not turn are far above a half
+        values: list[float] = _dequantize(self._tensors[key], str(self.path)).reshape(-1).tolist()
         return values
 
     def _stored(self, key: str) -> Tensor:

@@ -71,6 +71,10 @@ class Attention:
         softcap: soft cap: scores `s` become `softcap * tanh(s / softcap)`.
         qkv_bias: whether Q, K and V have biases, added before norms and RoPE.
         output_bias: whether the output projection has a bias.
+        v_norm: whether each head of V is normalized, without a weight.
+        k_as_v: whether V is K before its norm and RoPE, and has no projection of its own.
+        kv_from: index of the layer before whose K and V this one reads in place of its own; its
+            norm, window and sizes of K and V are those of that layer. None: it has its own.
         sinks: whether each head has a score without key and value in its softmax
             (Xiao et al., arXiv:2309.17453).
     """
@@ -85,10 +89,18 @@ class Attention:
     softcap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    v_norm: bool = False
+    k_as_v: bool = False
+    kv_from: int | None = None
     sinks: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
+        if (self.v_norm or self.k_as_v) and self.qk_norm == "none":
+            raise UnsupportedModelError(
+                "model config: V is normalized or made of K, and K has no norm; supported are both "
+                "with norms of Q and K"
+            )
         if self.heads % self.kv_heads:
             raise ModelFormatError(
                 f"model config: heads ({self.heads}) must be a multiple of "
@@ -200,6 +212,7 @@ class LayerConfig:
         norms: place of the norms: before mixer and MLP (pre), behind them, before their outputs
             are added to the residual (post), or both (sandwich).
         experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
+        scaled: whether the residual is multiplied by a number of the layer's at its end.
         shared: expert beside the chosen ones, with their activation; None: there is none.
     """
 
@@ -207,6 +220,7 @@ class LayerConfig:
     mlp: Mlp
     norms: Norms = "pre"
     experts: Routing | None = None
+    scaled: bool = False
     shared: SharedExpert | None = None
 
     def __post_init__(self) -> None:

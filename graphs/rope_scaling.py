@@ -228,11 +228,15 @@ def from_hf(
     elif kind in _LONGROPE:
         inv_freq = scale_by_factors(inv_freq, settings.read(list, "short_factor"), "short_factor")
         magnitude = _longrope_magnitude(settings, fields)
+    elif kind == "proportional":
+        turning = int(head_dim * (1.0 if share is None else share) // 2)
+        inv_freq = scale_linear(inv_freq, settings.optional(float, "factor") or 1.0)
+        inv_freq[turning:] = 0
     # the dynamic rule changes nothing up to max_position_embeddings, where our context ends
     elif kind not in ("default", "dynamic"):
         raise UnsupportedModelError(
             f"{fields.origin}: RoPE scaling {kind!r} is not supported; supported are default, "
-            "linear, dynamic, llama3, yarn and longrope"
+            "linear, dynamic, llama3, yarn, longrope and proportional"
         )
     settings.refuse_unread(harmless=_KEYS)
     return _rope(inv_freq, magnitude)

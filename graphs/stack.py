@@ -1,16 +1,17 @@
-"""Stacks of the matrices of a layer's experts, `[X*N, K]`: one behind the other."""
+"""Stacks of matrices, `[X*N, K]`: those of a layer's experts, or rows that were side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.tensor import Tensor
-from edgellm.kernels.quantized import KINDS, QuantizedWeight, concatenate
+from edgellm.kernels.quantized import BLOCK, KINDS, QuantizedWeight, concatenate
 
 
 def stacked(tensors: Sequence[Tensor], *, name: str) -> Tensor:
@@ -66,6 +67,34 @@ def flattened(tensor: Tensor, experts: int, *, name: str, matrices: bool = True)
     _, rows, *columns = tensor.shape
     shape = experts * rows, *columns
     return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def cut_rows(tensor: Tensor, parts: int) -> Tensor:
+    """Return a matrix `[N, parts * K]` as `[N * parts, K]`: each row becomes several.
+
+    Codes are there only where the new rows are whole blocks of all kinds.
+
+    Raises:
+        ModelFormatError: the rows do not split into so many.
+    """
+    if len(tensor.shape) != 2 or tensor.shape[1] % parts:
+        raise ModelFormatError(
+            f"a tensor has shape {list(tensor.shape)}; the config asks for rows of {parts} parts"
+        )
+    rows, columns = tensor.shape[0] * parts, tensor.shape[1] // parts
+
+    def quantized() -> QuantizedWeight:
+        assert tensor.quantized is not None
+        weight = tensor.quantized()
+        arrays: dict[str, Any] = {n: a.reshape(rows, -1) for n, a in weight.arrays().items()}
+        return replace(weight, **arrays)
+
+    return replace(
+        tensor,
+        shape=(rows, columns),
+        float32=lambda: tensor.float32().reshape(rows, columns),
+        quantized=None if tensor.quantized is None or columns % BLOCK else quantized,
+    )
 
 
 def rows_first(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Tensors of a model under canonical names: the one list for all other files.
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
+    layer_embedding [V * layers, P]    layer_embedding_norm [P] (where the config has a width P)
     layers.I.NAME, with the names of `layer_tensors`
 
 Rows of q and k, and their biases, are in the half-split RoPE order (first halves, then second
@@ -18,9 +19,10 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer, ShortConv
 from edgellm.kernels.experts import Routing
 
-# Matrix of a linear layer, matrix whose rows are looked up as well, router (a matrix that stays in
-# float32: a rounded one would choose other experts), or vector (norm, bias, filters of channels).
-Role = Literal["linear", "table", "router", "vector"]
+# Matrix of a linear layer, matrix whose rows are looked up as well, matrix whose rows are looked up
+# alone, router (a matrix that stays in float32: a rounded one would choose other experts), or
+# vector (norm, bias, filters of channels).
+Role = Literal["linear", "table", "rows", "router", "vector"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class TensorSpec:
     @property
     def quantized(self) -> bool:
         """Whether the tensor is a matrix in a quantized kind where weights are packed."""
-        return self.role in ("linear", "table")
+        return self.role in ("linear", "table", "rows")
 
     def used(self, size: int) -> int:
         """Return the part of a size of the tensor that one token uses."""
@@ -61,6 +63,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
     behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
     Attention sinks [H] come before the output projection.
+    A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
+    Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
+    layer_output [E, P] and post_layer_norm [E] come last, and behind them layer_scale [1], if any.
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
@@ -81,6 +86,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     specs += _mlp_tensors(here, e)
     if here.norms_outputs:
         norm("post_mlp_norm")
+    if config.layer_embedding is not None:
+        for name in ("layer_context", "layer_gate"):
+            specs += _linear(name, config.layer_embedding, e, bias=False)
+        specs += _linear("layer_output", e, config.layer_embedding, bias=False)
+        specs.append(TensorSpec("post_layer_norm", (e,), "vector"))
+    if here.scaled:
+        specs.append(TensorSpec("layer_scale", (1,), "vector"))
     return tuple(specs)
 
 
@@ -91,12 +103,16 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[Ten
 
 
 def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
-    widths = {"q": attention.size, "k": attention.kv_size, "v": attention.kv_size}
+    widths = {"q": attention.size}
+    if attention.kv_from is None:
+        widths["k"] = attention.kv_size
+        if not attention.k_as_v:
+            widths["v"] = attention.kv_size
     for name, width in widths.items():
         yield from _linear(name, width, e, bias=attention.qkv_bias)
     if attention.qk_norm != "none":
         whole = attention.qk_norm == "width"
-        for name in ("q", "k"):
+        for name in ("q", "k") if "k" in widths else ("q",):
             width = widths[name] if whole else attention.head_dim
             yield TensorSpec(f"{name}_norm", (width,), "vector")
     if attention.sinks:
@@ -154,6 +170,10 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     tables = ["embedding"] if config.tied_embedding else ["embedding", "head"]
     for name in vectors:
         specs[name] = TensorSpec(name, (config.hidden_size,), "vector")
+    if config.layer_embedding is not None:
+        rows = config.vocab_size * config.layer_count, config.layer_embedding
+        specs["layer_embedding_norm"] = TensorSpec("layer_embedding_norm", rows[1:], "vector")
+        specs["layer_embedding"] = TensorSpec("layer_embedding", rows, "rows")
     for name in tables:
         specs[name] = TensorSpec(name, (config.vocab_size, config.hidden_size), "table")
     return specs

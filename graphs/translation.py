@@ -57,6 +57,12 @@ class Translation:
         """Return the names of the file's tensors that the model is made of."""
         return {name for each in model_tensors(self.config) for name in self.names_of(each)}
 
+    def unused_names(self) -> set[str]:
+        """Return names that the file may have for K and V of layers which read those of others."""
+        shared = [i for i, each in self.config.attentions.items() if each.kv_from is not None]
+        names = [self.names[part] for part in ("k", "v", "k_norm") if part in self.names]
+        return {name.format(i) for name in names if isinstance(name, str) for i in shared}
+
     def names_of(self, canonical: str) -> Iterator[str]:
         """Yield the names of the file's tensors that a tensor is made of."""
         name, experts = self._file_name(canonical)

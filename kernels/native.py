@@ -19,7 +19,7 @@ from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
 from edgellm.kernels.rope import RopeTable
 
 ISAS = ("amx", "avx512", "avxvnni", "avx2", "neon", "scalar")
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 _NAME = "edgellm_cpu"
 _KV_POINTERS = ("k", "v", "k_scale", "v_scale", "key_offset", "table")
 _FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2, "int4": 3}

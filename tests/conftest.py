@@ -54,7 +54,7 @@ if _NO_GPU is not None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
-_VOCABULARIES = "llama-cpp-python==0.3.16"
+_VOCABULARIES = "llama-cpp-python==0.3.36"
 # A newer one carries the chat templates of 70 models.
 _TEMPLATES = "llama-cpp-python==0.3.36"
 # Its wheel carries SentencePiece models.
@@ -196,7 +196,7 @@ def _download_files(package: str, pattern: str, target: Path, *options: str) -> 
 @pytest.fixture(scope="session")
 def llama_cpp_vocabularies() -> Path:
     """Folder with llama.cpp's ggml-vocab-*.gguf and the texts and tokens that go with them."""
-    target = models_dir() / "llama-cpp-vocabularies"
+    target = models_dir() / "llama-cpp-vocabularies-0.3.36"
     from_source = ("--no-binary", "llama-cpp-python")
     return files_of(_VOCABULARIES, "ggml-vocab-*", target, *from_source)
 

@@ -33,6 +33,8 @@ class Span:
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
         adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
             kernels take an adapter.
+        all_states: whether the hidden states of all rows are asked for; else those of rows without
+            logits may be zeros.
     """
 
     sequence: Sequence
@@ -41,6 +43,7 @@ class Span:
     candidates: int = 0
     group: LayerGroup | None = None
     adapter: AdapterWeights | None = None
+    all_states: bool = True
 
 
 @dataclass(frozen=True)

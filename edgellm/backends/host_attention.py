@@ -99,14 +99,15 @@ def head_norms(config: ModelConfig, weight: Callable[[str], Floats]) -> list[Hea
 
     def of(layer: int) -> HeadNorms | None:
         mixer = config.layers[layer].mixer
-        kind = mixer.qk_norm if isinstance(mixer, Attention) else "none"
-        if kind == "none":
+        if not isinstance(mixer, Attention) or mixer.qk_norm == "none":
             return None
+        source = layer if mixer.kv_from is None else mixer.kv_from
         return HeadNorms(
             q=weight(f"layers.{layer}.q_norm"),
-            k=weight(f"layers.{layer}.k_norm"),
+            k=weight(f"layers.{source}.k_norm"),
             epsilon=config.norm_eps,
-            after_rope=kind == "head_after_rope",
+            after_rope=mixer.qk_norm == "head_after_rope",
+            values=mixer.v_norm,
         )
 
     return [of(layer) for layer in range(config.layer_count)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.step import FusedStep, Weights
+from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, Weights
 
 Floats = NDArray[np.float32]
 
@@ -120,6 +121,9 @@ class NativeModel:
         self._step = FusedStep(library, weights, ropes, pools, expert_memory=expert_memory)
         self.expert_memory = self._step.expert_memory
         self._layers = len(weights.layers)
+        # the first of the last layers that have no K and V of their own
+        own = [i for i, layer in enumerate(weights.layers) if layer.kv_from is None]
+        self._readers = own[-1] + 1
         self._threads = threads
 
     def run(
@@ -131,18 +135,59 @@ class NativeModel:
         with reserved(spans):
             for span in spans:
                 span.sequence.use_host()
-            result = self._step.run(
-                [step_span(span) for span in spans],
-                threads=self._threads,
-                should_stop=should_stop,
-                group=group,
-            )
+            result = self._through(spans, group, should_stop)
             if result is None:
                 raise CancelledError("cancelled between two layers")
             if group is None or group.layers.stop == self._layers:
                 for span in spans:
                     span.sequence.commit(span.tokens)
         return cut(spans, *result, threads=self._threads)
+
+    def _through(
+        self,
+        spans: SequenceOf[Span],
+        group: LayerGroup | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> tuple[Floats, Floats] | None:
+        """Run the step; rows that end at the last layer with K and V of its own leave there.
+
+        Layers behind it read K and V of others, so that rows whose results are not asked for need
+        not enter them.
+        """
+        steps = [step_span(span) for span in spans]
+
+        def run(
+            steps: SequenceOf[StepSpan], group: LayerGroup | None
+        ) -> tuple[Floats, Floats] | None:
+            return self._step.run(
+                steps, threads=self._threads, should_stop=should_stop, group=group
+            )
+
+        asked = [len(each.tokens) if each.all_states else each.logit_rows for each in spans]
+        lengths = [len(span.tokens) for span in spans]
+        if group is not None or self._readers == self._layers or asked == lengths:
+            return run(steps, group)
+        first = run(
+            [replace(step, logit_rows=0) for step in steps], LayerGroup(layers=range(self._readers))
+        )
+        if first is None:
+            return None
+        residual, ends = first[0], np.cumsum(lengths)
+        entering = [np.arange(end - n, end) for end, n in zip(ends, asked, strict=True)]
+        rows, hidden = np.concatenate(entering), np.zeros_like(residual)
+        if not len(rows):
+            return hidden, first[1]
+        rest = [
+            replace(step, tokens=step.tokens[-n:], start=step.start + len(step.tokens) - n)
+            for step, n in zip(steps, asked, strict=True)
+            if n
+        ]
+        layers = range(self._readers, self._layers)
+        last = run(rest, LayerGroup(layers=layers, entering=residual[rows]))
+        if last is None:
+            return None
+        hidden[rows] = last[0]
+        return hidden, last[1]
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""

@@ -16,7 +16,7 @@ from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.step import LayerWeights, Weights
+from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, open_head_norms
 from edgellm.store.manifest import PACKED, map_arrays
@@ -37,11 +37,12 @@ def open_packed_weights(bundle: Bundle) -> Weights:
         epsilon=config.norm_eps,
         embedding_scale=config.embedding_scale,
         logit_softcap=config.logit_softcap,
+        layer_table=mapped.layer_table(),
     )
 
 
 def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
-    names = ("heads", "rope", "window", "scale", "softcap")
+    names = ("heads", "rope", "window", "scale", "softcap", "kv_from")
     return {name: getattr(mixer, name) for name in names}
 
 
@@ -55,6 +56,14 @@ _MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] =
     Attention: _attention,
     ShortConv: _short_conv,
 }
+
+
+def _input(parts: dict[str, Any]) -> LayerInput | None:
+    """Take the tensors for embeddings of a layer's own out of the layer's."""
+    if "layer_gate" not in parts:
+        return None
+    linears = {name: parts.pop(f"layer_{name}") for name in ("context", "gate", "output")}
+    return LayerInput(**linears, post_norm=parts.pop("post_layer_norm"))
 
 
 class _Mapped:
@@ -80,7 +89,10 @@ class _Mapped:
             if not is_head_norm(spec.name)
         }
         mixer = _MIXERS[type(layer.mixer)](layer.mixer, parts)
+        scale = parts.pop("layer_scale", None)
         return LayerWeights(
+            input=_input(parts),
+            output_scale=1.0 if scale is None else float(scale[0]),
             **parts,
             **mixer,
             routing=layer.experts,
@@ -88,6 +100,12 @@ class _Mapped:
             activation=layer.mlp.activation,
             pool=self._pools[index],
         )
+
+    def layer_table(self) -> LayerTable | None:
+        if self._config.layer_embedding is None:
+            return None
+        norm = self.arrays["layer_embedding_norm"]
+        return LayerTable(table=self.weights("layer_embedding"), norm=norm)
 
     def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:
         return self.weights(name) if spec.quantized else self.arrays[name]

@@ -37,12 +37,14 @@ class CacheGroup:
     Attributes:
         layers: indices of the layers in the model; blocks hold them in this order.
         window: number of positions that a token sees, itself among them; None for all.
+        readers: pairs of a layer without K and V of its own and of the one whose K and V it reads.
     """
 
     layers: tuple[int, ...]
     window: int | None
     kv_heads: int
     head_dim: int
+    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def keeps_all(self) -> bool:
@@ -95,23 +97,38 @@ Blocks = KVBlocks | StateBlocks
 def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     """Return the cache groups of a model, in the order of their first layers."""
     layers: dict[Group, list[int]] = {}  # by the group without its layers
+    readers: dict[Group, list[tuple[int, int]]] = {}
     for index, layer in enumerate(config.layers):
         mixer = layer.mixer
         if isinstance(mixer, Attention):
             kind: Group = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
         else:
             kind = StateGroup((), mixer.state_size)
-        layers.setdefault(kind, []).append(index)
-    return tuple(replace(kind, layers=tuple(members)) for kind, members in layers.items())
+        if isinstance(mixer, Attention) and mixer.kv_from is not None:
+            readers.setdefault(kind, []).append((index, mixer.kv_from))
+        else:
+            layers.setdefault(kind, []).append(index)
+    return tuple(
+        replace(kind, layers=tuple(members), readers=tuple(readers.get(kind, ())))
+        if isinstance(kind, CacheGroup)
+        else replace(kind, layers=tuple(members))
+        for kind, members in layers.items()
+    )
 
 
 def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
-    """Return the group number of each layer of a model, and its place among the group's layers."""
+    """Return the group number of each layer of a model, and its place among the group's layers.
+
+    A layer that reads K and V of another one has that one's place.
+    """
     at = {
         layer: (g, slot)
         for g, group in enumerate(groups)
         for slot, layer in enumerate(group.layers)
     }
+    for group in groups:
+        if isinstance(group, CacheGroup):
+            at |= {layer: at[source] for layer, source in group.readers}
     return [at[layer] for layer in range(len(at))]
 
 

@@ -86,7 +86,7 @@ class ModelDrafter:
         sequence.truncate(self._agreed)
         behind, draft = list(tokens[len(sequence) :]), list[int]()
         if len(behind) > _ROWS:
-            self._model.decoder.run([Span(sequence, behind[:_ROWS])])
+            self._model.decoder.run([Span(sequence, behind[:_ROWS], all_states=False)])
             return draft
         room = self._model.ctx_size - len(tokens) + 1
         while len(draft) < min(count, room):
@@ -118,7 +118,7 @@ class ModelDrafter:
 
     def _best(self, sequence: Sequence, tokens: SequenceOf[int]) -> tuple[int, float]:
         """Compute tokens; returns the most likely one after them, and its probability."""
-        span = Span(sequence, tokens, logit_rows=1, candidates=1)
+        span = Span(sequence, tokens, logit_rows=1, candidates=1, all_states=False)
         (rows,) = self._model.decoder.run([span])
         ((token, logprob),) = rows.logits[0].best(1).items()
         return token, math.exp(logprob)

@@ -54,6 +54,10 @@ class EmbeddingRequest(Request):
         if self._pooling == "mean":
             self.context.sequence.truncate(0)
 
+    @property
+    def wants_states(self) -> bool:
+        return True
+
     def _candidates(self) -> int:
         return 0  # where a back end gives the best logits alone, it gives no hidden states
 

@@ -15,6 +15,7 @@ from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.linear import PANEL
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
@@ -25,6 +26,9 @@ _BASE_BYTES = 110 << 20
 _CACHE_SHARE = 4
 # Smallest context that the share decides on; with less memory the model is not loaded.
 _LEAST_CONTEXT = 4096
+# Different tokens in what a model reads and writes; 8,192 tokens of prose have about 2,000.
+_DIFFERENT_TOKENS = 8192
+_PAGE = 4096
 # A context that the share cuts is a multiple of as many tokens.
 _STEP = 1024
 
@@ -176,10 +180,25 @@ def _weight_bytes(bundle: Bundle, precisions: set[str]) -> int:
         heads -= {"int8"}  # packed weights have an int8 head
     folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
     files = bundle.manifest.files
-    return sum(
+    total = sum(
         files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PACKED else 2)
         for folder in folders
     )
+    return total - (_unread_bytes(bundle) if PACKED in precisions else 0)
+
+
+def _unread_bytes(bundle: Bundle) -> int:
+    """Estimate the bytes of tokens' embeddings for each layer that no text reads.
+
+    A token reads a few pages of their table, which stays in the mapped file.
+    """
+    width, layers = bundle.config.layer_embedding, bundle.config.layer_count
+    if width is None:
+        return 0
+    panels, *each = bundle.precision(PACKED).arrays["layer_embedding"].shape
+    panel = math.prod(each)
+    of_token = (layers // PANEL + 2) * panel + _PAGE
+    return max(0, panels * panel - _DIFFERENT_TOKENS * of_token)
 
 
 def _context_size(

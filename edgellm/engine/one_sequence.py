@@ -63,8 +63,8 @@ def compute_prompt(
     rows, chunks = backend.rows_at_once(sequence), 0
     for start in range(0, len(tokens), rows):
         part = tokens[start : start + rows]
-        last = int(start + len(part) == len(tokens))
-        span = Span(sequence, part, logit_rows=last, adapter=hooks.adapter)
+        last, states = start + len(part) == len(tokens), hooks.on_hidden is not None
+        span = Span(sequence, part, logit_rows=int(last), all_states=states, adapter=hooks.adapter)
         (computed,) = backend.run([span], should_stop=should_stop)
         logits = computed.logits
         if hooks.on_place is not None:

@@ -261,8 +261,14 @@ class Request(Stream):
             [*tokens, *guess],
             int(last) + len(guess),
             candidates,
+            all_states=self.wants_states,
             adapter=adapter,
         )
+
+    @property
+    def wants_states(self) -> bool:
+        """Whether hidden states of rows without logits are used as well: they score a prompt."""
+        return self._scores is not None and not self._scores.complete
 
     def take(self, rows: Rows, *, decoded: bool, company: int, seconds: float) -> None:
         """Take the results of a step for the request's span, and sample from its logits.

@@ -104,10 +104,15 @@ def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
     config = checkpoint.config
     layers = range(config.layer_count)
     none = np.zeros((0, 0), np.float32)  # of a layer that does not attend
-    exponents = [
-        _exponents(checkpoint, layer) if layer in config.attentions else none.astype(np.int8)
-        for layer in layers
-    ]
+    exponents: list[Exponents] = []
+    for layer in layers:
+        there = config.attentions.get(layer)
+        if there is None:
+            exponents.append(none.astype(np.int8))
+        elif there.kv_from is not None:  # Q meets the keys of that layer
+            exponents.append(exponents[there.kv_from])
+        else:
+            exponents.append(_exponents(checkpoint, layer))
     basis = KeyBasis(exponents, None)
     if not has_offset(config):
         return basis

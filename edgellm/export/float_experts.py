@@ -1,8 +1,12 @@
-"""Float32 segments of a model with experts or states, in numpy: no graph computes these."""
+"""Float32 segments of a model with experts, states or other parts that no graph computes, in numpy.
+
+Beside what graphs take and give (see `graphs/contract.py`), segments of some models hand on what
+later ones need: the residual before layer 0, embeddings for each layer, and K and V.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,17 +16,20 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.experts.reference import shares
+from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.step.reference import activate, gated, norm
 
 Floats = NDArray[np.float32]
 
 
-# Kind of mixer -> its input projections.
-_INPUTS: Mapping[type[Mixer], Sequence[str]] = {Attention: "qkv", ShortConv: ("conv_in",)}
+# The residual before layer 0 [n, E], and rows of tokens' embeddings for each layer [n, layers * P].
+FIRST, EMBEDDINGS = "first", "embeddings"
+# Kind of mixer that does not attend -> its input projections.
+_INPUTS: Mapping[type[Mixer], Sequence[str]] = {ShortConv: ("conv_in",)}
 
 
 class ExpertSegment:
-    """A segment of a model that has experts or states; its weights are read once.
+    """A segment of a model that no graph computes; its weights are read once.
 
     Args:
         index: number of the segment, see `graphs/contract.py`.
@@ -37,24 +44,60 @@ class ExpertSegment:
 
     def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
         """Compute the segment's outputs from its inputs, both by name."""
+        own = (contract.X, contract.ATTENTION, contract.RESIDUAL)
+        handed_on = {key: value for key, value in inputs.items() if key not in own}
         if self._index == 0:
             residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
+            if self._config.layer_embedding is not None:
+                handed_on[FIRST] = residual
         else:
             residual = self._after_layer(f"layers.{self._index - 1}", inputs)
         if self._index == self._config.layer_count:
             return {contract.HIDDEN: self._normed("final_norm", residual)}
         name = f"layers.{self._index}"
         x = self._normed(f"{name}.attention_norm", residual)
-        parts = _INPUTS[type(self._config.layers[self._index].mixer)]
-        qkv = [self._product(f"{name}.{part}", x) for part in parts]
-        return {contract.RESIDUAL_OUT: residual, contract.QKV: np.concatenate(qkv, axis=-1)}
+        mixer = self._config.layers[self._index].mixer
+        if isinstance(mixer, Attention):
+            parts = [self._product(f"{name}.q", x), *self._keys_and_values(mixer, x, handed_on)]
+        else:
+            parts = [self._product(f"{name}.{part}", x) for part in _INPUTS[type(mixer)]]
+        qkv = np.concatenate(parts, axis=-1)
+        return {contract.RESIDUAL_OUT: residual, contract.QKV: qkv, **handed_on}
+
+    def _keys_and_values(
+        self, attention: Attention, x: Floats, handed_on: dict[str, Floats]
+    ) -> list[Floats]:
+        """Return the products for K and V, of the layer or of the one whose K and V it reads."""
+        if attention.kv_from is not None:
+            return [handed_on[f"{part} {attention.kv_from}"] for part in "kv"]
+        name = f"layers.{self._index}"
+        k = self._product(f"{name}.k", x)
+        v = k if attention.k_as_v else self._product(f"{name}.v", x)
+        if any(each.kv_from == self._index for each in self._config.attentions.values()):
+            handed_on |= {f"k {self._index}": k, f"v {self._index}": v}
+        return [k, v]
 
     def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:
         added = self._product(f"{name}.o", inputs[contract.ATTENTION])
         residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
         x = self._normed(f"{name}.mlp_norm", residual)
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, x))
-        return after
+        if self._config.layer_embedding is not None:
+            after = after + self._embedded(name, after, inputs)
+        scaled = self._config.layers[self._index - 1].scaled
+        return after * self._tensor(f"{name}.layer_scale") if scaled else after
+
+    def _embedded(self, name: str, x: Floats, inputs: Mapping[str, Floats]) -> Floats:
+        """Return what the tokens' embeddings for a layer add behind its MLP."""
+        rows = np.split(inputs[EMBEDDINGS], self._config.layer_count, axis=1)[self._index - 1]
+        context = self._product(f"{name}.layer_context", inputs[FIRST])
+        context = self._normed("layer_embedding_norm", context / np.sqrt(x.shape[1]))
+        e = (context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2)
+        gate = self._product(f"{name}.layer_gate", x).astype(np.float64)
+        activation = self._config.layers[self._index - 1].mlp.activation
+        inner = (activate(gate, activation) * e).astype(np.float32)
+        added = self._product(f"{name}.layer_output", inner)
+        return self._normed(f"{name}.post_layer_norm", added)
 
     def _mlps(self, name: str, x: Floats) -> Floats:
         layer = self._config.layers[self._index - 1]
@@ -110,3 +153,20 @@ class ExpertSegment:
         if name not in self._read:
             self._read[name] = self._checkpoint.tensor(name).float32()
         return self._read[name]
+
+
+def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Floats]:
+    """Read the rows of tokens' embeddings for all layers, `[n, layers * P]` for each window."""
+    layers = checkpoint.config.layer_count
+    tensor = checkpoint.tensor("layer_embedding")
+    if tensor.quantized is None:
+        values = tensor.float32()
+        read: Callable[[NDArray[np.int64]], Floats] = values.__getitem__
+    else:  # a dequantized table may be larger than memory
+        weight = tensor.quantized()
+        read = lambda rows: dequantize(weight.rows(rows))  # noqa: E731
+    found = []
+    for window in windows:
+        rows = (np.asarray(window, np.int64)[:, None] * layers + np.arange(layers)).reshape(-1)
+        found.append(read(rows).reshape(len(window), -1))
+    return found

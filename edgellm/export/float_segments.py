@@ -21,7 +21,7 @@ from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import ModelFormatError
-from edgellm.export.float_experts import ExpertSegment
+from edgellm.export.float_experts import EMBEDDINGS, ExpertSegment, layer_embeddings
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs import contract
@@ -155,6 +155,9 @@ def float_hidden(
     table = checkpoint.tensor("embedding").float32()
     inputs = [{contract.X: table[np.asarray(window, np.int64)]} for window in windows]
     del table
+    if checkpoint.config.layer_embedding is not None:
+        for values, rows in zip(inputs, layer_embeddings(checkpoint, windows), strict=True):
+            values[EMBEDDINGS] = rows
     attention = WindowAttention.of(checkpoint, max(map(len, windows)))
     with closing(float_segments(checkpoint, threads=threads)) as segments:
         for index, run in enumerate(segments):
@@ -180,9 +183,11 @@ def next_inputs(
     """
     if contract.QKV not in outputs:
         return outputs
+    own = (contract.QKV, contract.RESIDUAL_OUT)
     return {
         contract.ATTENTION: attention(index, outputs[contract.QKV]),
         contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
+        **{name: rows for name, rows in outputs.items() if name not in own},
     }
 
 

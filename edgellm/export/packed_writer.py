@@ -78,7 +78,8 @@ class _Writer:
         self.kinds[name] = weight.kind.name
         packed = pack_weight(weight)
         self._file.add(name, packed.data)
-        if name == "embedding" and not self._checkpoint.config.tied_embedding:
-            return  # a token reads one row of it
+        untied = name == "embedding" and not self._checkpoint.config.tied_embedding
+        if untied or spec.role == "rows":
+            return  # a token reads a few rows of it
         sizes = self._checkpoint.tensor(name).nbytes, packed.data.nbytes
         self.read.append((spec.used(sizes[0]), spec.used(sizes[1])))

@@ -1,8 +1,8 @@
 """Builder of a `tokenizers` tokenizer from the vocabulary in a GGUF file.
 
 `tokenizer.ggml.model` names the algorithm (gpt2: byte-level BPE with merges; llama: SentencePiece
-BPE with scores) and `tokenizer.ggml.pre` the pre-tokenizer. The tests compare with the
-tokens that llama.cpp expects from its own vocabularies.
+BPE with scores; gemma4: SentencePiece BPE with merges) and `tokenizer.ggml.pre` the pre-tokenizer.
+The tests compare with the tokens that llama.cpp expects from its own vocabularies.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from edgellm.export.end_tokens import is_end_text
 from edgellm.export.pre_tokenizers import PRE_TOKENIZERS
 
 _PRE = "tokenizer.ggml.pre"
+_GEMMA4 = "gemma4"
 # Values of tokenizer.ggml.token_type.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 # Limit on a token's characters: released vocabularies have up to some hundred, and the time of
@@ -60,10 +61,15 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
         if kind == "gpt2":
             tokenizer = _byte_level(metadata, tokens, origin)
         elif kind == "llama":
-            tokenizer = _sentencepiece(metadata, tokens, types, origin)
+            scores = _list(metadata, "scores", float, origin)
+            tokenizer = _sentencepiece(metadata, tokens, types, scores, origin)
+        elif kind == _GEMMA4:
+            merges = [_pair(merge) for merge in _list(metadata, "merges", str, origin)]
+            tokenizer = _merged_characters(tokens, types, merges)
         else:
             raise UnsupportedModelError(
-                f"{origin}: tokenizer {kind!r} is not supported; supported are gpt2 and llama"
+                f"{origin}: tokenizer {kind!r} is not supported; supported are gpt2, llama and "
+                f"{_GEMMA4}"
             )
         name = str(metadata.get("general.name", "")).lower()
         _add_tokens(tokenizer, tokens, types, phi3="phi-3" in name or "phi3" in name)
@@ -74,9 +80,18 @@ def build_tokenizer(metadata: Mapping[str, Any], *, origin: str) -> Tokenizer:
     return tokenizer
 
 
-def adds_bos(metadata: Mapping[str, Any]) -> bool:
-    """Whether prompts begin with the begin token, for a GGUF file without `add_bos_token`."""
-    if metadata["tokenizer.ggml.model"] == "llama":
+def adds_bos(metadata: Mapping[str, Any], stated: bool | None) -> bool:
+    """Whether prompts of a GGUF file begin with the begin token.
+
+    Args:
+        stated: the file's `add_bos_token`, which is wrong in files of Gemma 4; None: it has none.
+    """
+    kind = metadata["tokenizer.ggml.model"]
+    if kind == _GEMMA4:
+        return True
+    if stated is not None:
+        return stated
+    if kind == "llama":
         return True
     return PRE_TOKENIZERS[metadata.get(_PRE) or "default"].add_bos
 
@@ -113,21 +128,47 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:cut], merge[cut + 1 :]
 
 
-def _sentencepiece(
-    metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], origin: str
+def _merged_characters(
+    tokens: Sequence[str], types: Sequence[int], merges: Sequence[tuple[str, str]]
 ) -> Tokenizer:
-    scores = _list(metadata, "scores", float, origin)
+    """Build Gemma 4's BPE of characters: spaces are ▁, and runs of line ends stand apart."""
+    tokenizer = Tokenizer(
+        models.BPE(
+            {token: i for i, token in enumerate(tokens)},
+            list(merges),
+            unk_token=_unknown_token(tokens, types),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _unknown_token(tokens: Sequence[str], types: Sequence[int]) -> str | None:
+    return next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+
+
+def _sentencepiece(
+    metadata: Mapping[str, Any],
+    tokens: Sequence[str],
+    types: Sequence[int],
+    scores: Sequence[float],
+    origin: str,
+) -> Tokenizer:
     if len(scores) != len(tokens):
         raise ModelFormatError(
             f"{origin}: {len(tokens)} tokens but {len(scores)} scores in the vocabulary"
         )
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    unknown = next((t for t, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     tokenizer = Tokenizer(
         models.BPE(
             vocabulary,
             _merges_from_scores(vocabulary, scores, types),
-            unk_token=unknown,
+            unk_token=_unknown_token(tokens, types),
             fuse_unk=True,
             byte_fallback=True,
         )

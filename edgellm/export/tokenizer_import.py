@@ -91,7 +91,7 @@ def _from_gguf(metadata: Mapping[str, Any], *, origin: str) -> ImportedTokenizer
     add_bos = fields.optional(bool, "tokenizer.ggml.add_bos_token")
     entry = TokenizerEntry(
         bos=text("bos"),
-        add_bos=adds_bos(metadata) if add_bos is None else add_bos,
+        add_bos=adds_bos(metadata, add_bos),
         eos=end_tokens(tokenizer, [text("eos"), text("eot"), text("eom")]),
         fim={
             role: token

@@ -5,12 +5,13 @@
 
 namespace edgellm {
 
-// RMS norms of Q and K; see norms.py.
+// RMS norms of Q, K and V; see norms.py.
 struct HeadNorms {
     const float *q, *k;  // [head_dim] of each head, or of all heads one after the other; or null
     float epsilon;
     int32_t whole;       // all heads together
     int32_t after_rope;
+    int32_t values;      // each head of V too, without a weight
 };
 
 // Arguments of one call; the same fields, in the same order, as in native.py.

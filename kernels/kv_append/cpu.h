@@ -82,14 +82,20 @@ inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_ro
     }
 }
 
+// The queries of one token, [heads, head_dim]: normalized, and turned to its position.
+inline void turn_queries(const edgellm::Rope& rope, const edgellm::HeadNorms& norms, int heads, int head_dim,
+                         int position, const float* x, float* q) {
+    const Heads queries(rope, norms, norms.q, x, heads, head_dim, position);
+    for (int h = 0; h < heads; ++h) queries.prepare(h, q + size_t(h) * head_dim);
+}
+
 // One token: `qkv` is [heads + 2 kv_heads, head_dim]; the rotated queries go to `q`.
 inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, const edgellm::HeadNorms& norms,
                          int layer, int heads, int position, const float* qkv, float* q) {
     const int head_dim = kv.head_dim;
+    turn_queries(rope, norms, heads, head_dim, position, qkv, q);
     float* row = static_cast<float*>(edgellm::scratch(size_t(head_dim) * 5));
     int8_t* codes = reinterpret_cast<int8_t*>(row + head_dim);
-    const Heads queries(rope, norms, norms.q, qkv, heads, head_dim, position);
-    for (int h = 0; h < heads; ++h) queries.prepare(h, q + size_t(h) * head_dim);
     qkv += size_t(heads) * head_dim;
     const Heads keys(rope, norms, norms.k, qkv, kv.kv_heads, head_dim, position);
     for (int h = 0; h < 2 * kv.kv_heads; ++h, qkv += head_dim) {
@@ -102,7 +108,8 @@ inline void append_token(const edgellm::KV& kv, const edgellm::Rope& rope, const
                 for (int d = 0; d < head_dim; ++d) row[d] -= offset[d];
             }
         } else {
-            std::memcpy(row, qkv, sizeof(float) * head_dim);
+            const float scale = norms.values ? inverse_rms(qkv, head_dim, norms.epsilon) : 1;
+            for (int d = 0; d < head_dim; ++d) row[d] = qkv[d] * scale;
         }
         write_row(kv, key, row, first, position % edgellm::BLOCK, codes);
     }

@@ -39,6 +39,8 @@ class DeviceNorms:
 
     @classmethod
     def of(cls, norms: HeadNorms, head_dim: int, device: str) -> DeviceNorms:
+        if norms.values:
+            raise ValueError("norms of V, which Triton kernels do not compute")
         weights = on_device(np.concatenate([norms.q, norms.k]), device)
         if norms.after_rope:
             return cls(weights, norms.epsilon, "after_rope")

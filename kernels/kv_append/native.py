@@ -23,6 +23,7 @@ class NormPointers(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("whole", ctypes.c_int32),
         ("after_rope", ctypes.c_int32),
+        ("values", ctypes.c_int32),
     ]
 
     @classmethod
@@ -30,8 +31,8 @@ class NormPointers(ctypes.Structure):
         """Point at the weights, which must outlive the structure; null pointers for no norms."""
         if norms is None:
             return cls()
-        whole = norms.whole(head_dim)
-        return cls(address(norms.q), address(norms.k), norms.epsilon, whole, norms.after_rope)
+        flags = norms.whole(head_dim), norms.after_rope, norms.values
+        return cls(address(norms.q), address(norms.k), norms.epsilon, *flags)
 
 
 class _Call(ctypes.Structure):

@@ -1,4 +1,4 @@
-"""RMS norms of Q and K, of each head by itself or of all heads together."""
+"""RMS norms of Q, K and V, of each head by itself or of all heads together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class HeadNorms:
             together.
         epsilon: number added to the mean square.
         after_rope: whether the norms come after RoPE; only for each head by itself.
+        values: whether each head of V is normalized as well, without a weight.
     """
 
     q: NDArray[np.float32]
     k: NDArray[np.float32]
     epsilon: float
     after_rope: bool = False
+    values: bool = False
 
     def whole(self, head_dim: int) -> bool:
         """Whether all heads are normalized together."""

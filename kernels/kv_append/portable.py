@@ -55,6 +55,8 @@ def append_rotated(
     q, k = rope.apply(q, rope_table, start), rope.apply(k, rope_table, start)
     if norms is not None and norms.after_rope:
         q, k = normalized(q, norms.q, norms.epsilon), normalized(k, norms.k, norms.epsilon)
+    if norms is not None and norms.values:
+        v = normalized(v, np.ones(v.shape[2], np.float32), norms.epsilon)
     append(blocks, table, layer, start, k, v)
     return q
 

@@ -37,12 +37,15 @@ class _Call(ctypes.Structure):
     ]
 
 
-def layer_of(panels: PackedWeights, *, fine: bool = False) -> LinearLayer:
+def layer_of(panels: PackedWeights | None, *, fine: bool = False) -> LinearLayer:
     """Return the structure that points at a weight, which must outlive the structure.
 
     Args:
+        panels: the weight; None: there is none.
         fine: whether the layer takes activations of 16 bits, not 8.
     """
+    if panels is None:
+        return LinearLayer()
     kind = list(KINDS).index(panels.kind.name)
     return LinearLayer(address(panels.data), panels.outputs, panels.inputs, kind, fine)
 

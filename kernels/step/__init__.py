@@ -2,6 +2,14 @@
 
 from edgellm.kernels.step.native import FusedStep
 from edgellm.kernels.step.span import LayerGroup, StepSpan
-from edgellm.kernels.step.weights import LayerWeights, Weights
+from edgellm.kernels.step.weights import LayerInput, LayerTable, LayerWeights, Weights
 
-__all__ = ["FusedStep", "LayerGroup", "LayerWeights", "StepSpan", "Weights"]
+__all__ = [
+    "FusedStep",
+    "LayerGroup",
+    "LayerInput",
+    "LayerTable",
+    "LayerWeights",
+    "StepSpan",
+    "Weights",
+]

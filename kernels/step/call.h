@@ -18,10 +18,18 @@ struct Norm {
     const float *weight, *bias;  // [hidden]
 };
 
+// What a token's own embedding for a layer adds behind the MLP: output(activation(gate(x)) * e), where e is made of
+// the embedding and of context(first row of the token), see layer_input.h. Without panels there is none.
+struct LayerInput {
+    Linear context, gate, output;  // [width, hidden] twice, [hidden, width]
+    const float* post_norm;        // [hidden], of what is added
+};
+
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all
-    // experts, one behind the other, as are their biases
+    // q, k and v are those of attention: k and v without panels in a layer that reads those of another, v where it is k
+    // before its norm. gate without panels where there is none; with a router the three of all experts, one behind the
+    // other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -32,17 +40,19 @@ struct Layer {
     Router router;
     SharedExpert shared;
     const float* sinks;    // [heads]
+    LayerInput input;
     ShortConv short_conv;
     float scale, softcap;  // of the scores; softcap 0: none
+    float output_scale;    // of the residual, at the end of the layer
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, or its state, and as which layer
     int32_t mixer, state_size;  // state_size: floats of its state; 0 where it attends
 
     bool attends() const { return mixer == ATTENTION; }
+    bool has_own_kv() const { return k.panels != nullptr; }
+    bool has_input() const { return input.gate.panels != nullptr; }
     // What the mixer's input projections give for a row.
-    int mixed_outputs() const {
-        return attends() ? q.outputs + k.outputs + v.outputs : short_conv.in.outputs;
-    }
+    int mixed_outputs() const { return attends() ? q.outputs + 2 * k.outputs : short_conv.in.outputs; }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }
@@ -53,6 +63,8 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
+    Linear layer_table;      // [vocabulary * layers, width], embeddings of a token for each layer; or without panels
+    const float* layer_norm;  // [width], of their contexts
     ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none

@@ -4,7 +4,7 @@
 // do not write to each other's.
 struct Buffers {
     float *residual, *branch, *mixed, *q, *parts;  // branch: what a norm takes before it is added
-    edgellm::Rows x;
+    edgellm::Rows x, first{};  // first: what enters layer 0, for layers that have embeddings of their own
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
     Adapters adapters;
@@ -15,13 +15,16 @@ struct Buffers {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
         int mixed_outputs = 0, width = 0, intermediate = 0;
-        bool behind = false;
+        bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
             width = std::max(width, layer.o.inputs);
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
-            behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
+            behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight || layer.has_input();
+            inputs = inputs || layer.has_input();
+            mixed_outputs = std::max(mixed_outputs, 2 * layer.input.gate.outputs);
+            intermediate = std::max(intermediate, layer.input.gate.outputs);
         }
         size_t sums = 0;
         for (const edgellm::Heads& heads : places.kinds) sums = std::max(sums, heads.floats());
@@ -37,6 +40,7 @@ struct Buffers {
         q = floats(size_t(rows) * width);
         parts = floats(sums);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
+        if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
         experts = Experts(m, rows, call.threads, take);
@@ -69,7 +73,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    int phases() const { return (13 + b_.adapters.phases()) * model_.layer_count + 5; }
+    int phases() const { return (17 + b_.adapters.phases()) * model_.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -88,6 +92,7 @@ public:
                 run_experts(worker, layer, l);
             else
                 run_mlp(worker, layer);
+            if (layer.has_input()) add_input(worker, layer, l);
         }
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         if (call_.logit_rows == 0) return;
@@ -127,8 +132,7 @@ private:
         every_row(
             worker,
             [&](int r) {
-                if (l > call_.first_layer)
-                    complete_layer(r, model_.layers[l - 1]);
+                if (l > call_.first_layer) leave(r, model_.layers[l - 1]);
                 normalize(layer.attention_norm, r, layer.any_fine());
             },
             weights(first));
@@ -159,10 +163,15 @@ private:
                           {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
-            float* qkv = b_.mixed + size_t(r) * outputs;
+            float *qkv = b_.mixed + size_t(r) * outputs, *q = b_.q + size_t(r) * heads.width();
+            const edgellm::Rope& rope = call_.ropes[layer.rope];
             add_biases(layer, qkv);
-            append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
-                         layer.slot, heads.heads, position(r), qkv, b_.q + size_t(r) * heads.width());
+            if (!layer.has_own_kv())
+                return turn_queries(rope, layer.head_norms, heads.heads, heads.head_dim, position(r), qkv, q);
+            float* k = qkv + layer.q.outputs;
+            if (layer.v.panels == nullptr) std::memcpy(k + layer.k.outputs, k, 4 * size_t(layer.k.outputs));
+            append_token(kv_of(layer, span_of_[r]), rope, layer.head_norms, layer.slot, heads.heads, position(r), qkv,
+                         q);
         });
         attention(worker, layer, heads);
         every_row(
@@ -186,6 +195,7 @@ private:
         const edgellm::Linear* linear;
         float* y;  // of the first row
         Changed changed = {};
+        const edgellm::Rows* x = nullptr;  // in place of those of the others
     };
 
     // Products of the same rows, one after the other.
@@ -193,7 +203,9 @@ private:
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
         const auto run_of = [&](const Product& p) { return panels_at_once(*p.linear, rows, call_.threads); };
-        const auto items = [&](const Product& p) { return (p.linear->count() + run_of(p) - 1) / run_of(p); };
+        const auto items = [&](const Product& p) {
+            return p.linear->panels == nullptr ? 0 : (p.linear->count() + run_of(p) - 1) / run_of(p);
+        };
         int count = 0;
         for (const Product& p : products) count += items(p);
         worker.each(count, [&](int item) {
@@ -202,7 +214,7 @@ private:
             const int run = run_of(*p), first = item * run;
             const int end = std::min(p->linear->count(), first + run);
             float* y = p->y + size_t(first) * edgellm::PANEL;
-            multiply_panels(*p->linear, first, end, x, rows, y, step, add);
+            multiply_panels(*p->linear, first, end, p->x ? *p->x : x, rows, y, step, add);
             b_.adapters.expand(p->changed, first, end, y, step);
         });
     }
@@ -231,8 +243,19 @@ private:
     }
 
     // Experts have added their biases, each by its share.
-    void complete_layer(int r, const edgellm::Layer& layer) const {
+    void complete_mlp(int r, const edgellm::Layer& layer) const {
         complete(r, layer.has_experts() ? nullptr : layer.down_bias, layer.post_mlp_norm);
+    }
+
+    // What a layer still has to add when its last product is there, and the scale of all of it.
+    void leave(int r, const edgellm::Layer& layer) const {
+        if (layer.has_input())
+            complete(r, nullptr, {layer.input.post_norm, nullptr});
+        else
+            complete_mlp(r, layer);
+        if (layer.output_scale == 1) return;
+        float* x = b_.residual + size_t(r) * model_.hidden;
+        for (int i = 0; i < model_.hidden; i += LANES) store(x + i, load(x + i) * splat(layer.output_scale));
     }
 
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
@@ -249,11 +272,14 @@ private:
     void enter(int r) const {
         const int64_t token = call_.tokens[r];
         float* x = b_.residual + size_t(r) * model_.hidden;
-        if (call_.first_layer > 0) {
+        if (call_.first_layer == 0 || b_.first.codes) embed(static_cast<int>(token), x);
+        if (b_.first.codes) quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.first, r, false);
+        if (call_.first_layer > 0)
             std::memcpy(x, call_.entering + size_t(r) * model_.hidden, 4 * size_t(model_.hidden));
-            return;
-        }
-        read_row(model_.embedding, static_cast<int>(token), x);
+    }
+
+    void embed(int token, float* x) const {
+        read_row(model_.embedding, token, x);
         if (model_.embedding_scale == 1) return;
         for (int i = 0; i < model_.hidden; i += LANES)
             store(x + i, load(x + i) * splat(model_.embedding_scale));
@@ -282,7 +308,7 @@ private:
     }
 
     void finish(int r) const {
-        complete_layer(r, model_.layers[call_.last_layer - 1]);
+        leave(r, model_.layers[call_.last_layer - 1]);
         const float* x = b_.residual + size_t(r) * model_.hidden;
         float* out = call_.states + size_t(r) * model_.hidden;
         if (call_.last_layer < model_.layer_count) {
@@ -415,6 +441,30 @@ private:
         every_row(worker, [&](int r) {
             b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
+    }
+
+    void add_input(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::LayerInput& input = layer.input;
+        const int width = input.gate.outputs;
+        const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, width);
+        every_row(
+            worker,
+            [&](int r) {
+                complete_mlp(r, layer);
+                normalize({}, r, false);
+            },
+            weights(input.gate));
+        multiply(worker, {{&input.gate, b_.mixed}, {&input.context, b_.mixed + width, {}, &b_.first}}, b_.x, 2 * width,
+                 false);
+        every_row(
+            worker,
+            [&](int r) {
+                const float* gate = b_.mixed + size_t(r) * 2 * width;
+                const int row = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                activate_input(model_, layer, row, gate, gate + width, activated, r);
+            },
+            weights(input.output));
+        add_product(worker, input.output, {}, activated, {input.post_norm, nullptr});
     }
 
     const edgellm::StepCall& call_;

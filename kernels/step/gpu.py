@@ -101,6 +101,8 @@ class DeviceStep:
                     "layers differ in heads, KV heads, head_dim or the MLP; needed are layers "
                     "of one shape"
                 )
+            if layer.input is not None or layer.output_scale != 1:
+                raise ValueError("layers with embeddings or a scale of their own; needed are none")
         self._weights = weights
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]

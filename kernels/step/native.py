@@ -32,6 +32,7 @@ from edgellm.kernels.step.span import (
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
+    LayerInput,
     LayerWeights,
     Weights,
     check_adapter,
@@ -86,6 +87,22 @@ class _SharedExpert(ctypes.Structure):
         return cls(*map(layer_of, layer.shared), address(layer.shared_router))
 
 
+class _LayerInput(ctypes.Structure):
+    """Weights for embeddings of a layer's own; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("context", "gate", "output")),
+        ("post_norm", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, given: LayerInput | None) -> _LayerInput:
+        if given is None:
+            return cls()
+        linears = map(layer_of, (given.context, given.gate, given.output))
+        return cls(*linears, address(given.post_norm))
+
+
 class _Layer(ctypes.Structure):
     """Weights of a layer; the fields are those of call.h, in their order."""
 
@@ -96,9 +113,9 @@ class _Layer(ctypes.Structure):
         ("router", _Router),
         ("shared", _SharedExpert),
         ("sinks", ctypes.c_void_p),
+        ("input", _LayerInput),
         ("short_conv", ShortConvLayer),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "mixer", "state_size")),
     ]
@@ -113,6 +130,8 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
+        ("layer_table", LinearLayer),
+        ("layer_norm", ctypes.c_void_p),
         ("expert_memory", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
@@ -174,14 +193,12 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
     which V's 192 outputs a layer are 0.0005 and the head 0.0010.
     """
     mixer, attends = layer.mixer, layer.mixer is None
-    projections = (LinearLayer(), LinearLayer(), LinearLayer())
-    if attends:
-        q, k, v = layer.qkv
-        projections = layer_of(q), layer_of(k), layer_of(v, fine=True)
     return _Layer(
-        *projections,
+        layer_of(layer.q),
+        layer_of(layer.k, fine=layer.v is None),
+        layer_of(layer.v, fine=True),
         layer_of(layer.o),
-        LinearLayer() if layer.gate is None else layer_of(layer.gate),
+        layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
         *(address(getattr(layer, name)) for name in VECTORS),
@@ -189,9 +206,11 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         _Router.of(layer),
         _SharedExpert.of(layer),
         address(layer.sinks),
+        _LayerInput.of(layer.input),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
+        layer.output_scale,
         layer.heads,
         layer.window or 0,
         layer.rope,
@@ -270,6 +289,7 @@ class FusedStep:
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
+        table = weights.layer_table
         counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
         self.expert_memory: ExpertMemory | None = None
         if expert_memory is not None and any(counts):
@@ -282,6 +302,8 @@ class FusedStep:
             address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
+            layer_of(None if table is None else table.table),
+            None if table is None else address(table.norm),
             None if self.expert_memory is None else self.expert_memory.pointer,
             len(weights.layers),
             weights.embedding.inputs,

@@ -6,6 +6,7 @@
 #include "../attention/cpu.h"
 #include "../lora/cpu.h"
 #include "mlp.h"
+#include "layer_input.h"
 #include "../experts/cpu.h"
 #include "../short_conv/cpu.h"
 #include "cpu.h"

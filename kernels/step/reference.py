@@ -48,9 +48,10 @@ def forward(
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
     """
-    x = embed(weights, matrices, tokens)
-    every = range(len(weights.layers))
-    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded, adapter=adapter)
+    every = through(
+        weights, matrices, tokens, ropes, format=format, rounded=rounded, adapter=adapter
+    )
+    x = every[-1]
     states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
     logits = states @ matrices["head"].T.astype(np.float64)
     if weights.logit_softcap is not None:
@@ -66,34 +67,107 @@ def embed(weights: Weights, matrices: Matrices, tokens: Sequence[int]) -> Floats
 def through(
     weights: Weights,
     matrices: Matrices,
-    x: Floats,
-    layers: range,
+    tokens: Sequence[int],
     ropes: Sequence[tuple[Sequence[float], float]],
     *,
     format: KVFormat,
     rounded: bool = True,
     adapter: Changes | None = None,
-) -> Floats:
-    """Take the residual `[C, E]` of all tokens of a sequence through a run of layers.
+) -> list[Floats]:
+    """Compute the residual `[C, E]` of all tokens before the first layer and behind each.
 
-    Other arguments are those of `forward`.
+    Arguments are those of `forward`.
     """
-    for index in layers:
-        layer = weights.layers[index]
+    residuals = [embed(weights, matrices, tokens)]
+    kept: dict[int, tuple[Floats, Floats]] = {}  # K and V of layers that have their own
+    for index, layer in enumerate(weights.layers):
+        x = residuals[-1]
         product_of = partial(_products, matrices, adapter or {}, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
-        if layer.mixer is None:
-            mixed = _attention(normed, layer, product, ropes[layer.rope], format)
-        else:
+        turn = ropes[layer.rope]
+        if layer.mixer is not None:
             mixed = _mixed(normed, layer.mixer, product)
+        else:
+            if layer.kv_from is None:
+                kept[index] = _keys_and_values(normed, layer, product, turn, format)
+            kv = kept[index if layer.kv_from is None else layer.kv_from]
+            mixed = _attention(normed, layer, product, turn, kv)
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
         x = x + norm(_feed_forward(normed, layer, product_of), *post, weights.epsilon)
-    return x
+        if layer.input is not None:
+            e = layer_embeddings(weights, matrices, index, tokens, residuals[0], rounded=rounded)
+            added = product(
+                activate(product(x, "input.gate"), layer.activation) * e, "input.output"
+            )
+            x = x + norm(added, layer.input.post_norm, None, weights.epsilon)
+        residuals.append(x * layer.output_scale)
+    return residuals
+
+
+def layer_embeddings(
+    weights: Weights,
+    matrices: Matrices,
+    index: int,
+    tokens: Sequence[int],
+    first: Floats,
+    *,
+    rounded: bool,
+) -> Floats:
+    """Compute the embeddings of tokens for a layer, `[C, P]`; see `LayerTable`.
+
+    Args:
+        index: number of the layer.
+        first: residual before the first layer `[C, E]`.
+        rounded: as in `forward`.
+    """
+    assert weights.layer_table is not None
+    hidden, count = first.shape[1], len(weights.layers)
+    context = _products(matrices, {}, f"layers.{index}.", rounded, 0, 1)(first, "input.context")
+    context = norm(context / np.sqrt(hidden), weights.layer_table.norm, None, weights.epsilon)
+    rows = matrices["layer_table"][np.asarray(tokens) * count + index].astype(np.float64)
+    return np.asarray((context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2))
+
+
+def _keys_and_values(
+    x: Floats,
+    layer: LayerWeights,
+    product: _Product,
+    turn: tuple[Sequence[float], float],
+    format: KVFormat,
+) -> tuple[Floats, Floats]:
+    """Compute K and V of a layer, `[C, Hkv, D]`, as attention reads them from the cache."""
+    shape = len(x), -1, layer.head_dim
+    exact = layer.v is None  # K is V as well
+    k = _biased(product(x, "k_as_v" if exact else "k"), layer.k_bias).reshape(shape)
+    v = k if exact else _biased(product(x, "v"), layer.v_bias).reshape(shape)
+    norms = layer.head_norms
+    if norms is not None and norms.values:
+        v = norm(v, np.ones(layer.head_dim, np.float32), None, norms.epsilon)
+    k = _turned(k, None if norms is None else norms.k, layer, turn)
+    return (
+        kv_append.round_trip(k, format, key=True),
+        kv_append.round_trip(v, format, key=False),
+    )
+
+
+def _turned(
+    heads: Floats,
+    weight: NDArray[np.float32] | None,
+    layer: LayerWeights,
+    turn: tuple[Sequence[float], float],
+) -> Floats:
+    """Normalize and turn heads of Q or K, `[C, H, D]`."""
+    (inv_freq, magnitude), norms = turn, layer.head_norms
+    if norms is None or weight is None:
+        return rope.apply(heads, inv_freq, 0, magnitude)
+    if norms.after_rope:
+        return head_norm(rope.apply(heads, inv_freq, 0, magnitude), weight, norms.epsilon)
+    return rope.apply(head_norm(heads, weight, norms.epsilon), inv_freq, 0, magnitude)
 
 
 def _attention(
@@ -101,25 +175,12 @@ def _attention(
     layer: LayerWeights,
     product: _Product,
     turn: tuple[Sequence[float], float],
-    format: KVFormat,
+    kv: tuple[Floats, Floats],
 ) -> Floats:
-    head_dim = layer.head_dim
-    q, k = (
-        _biased(product(x, name), bias).reshape(len(x), -1, head_dim)
-        for name, bias in (("q", layer.q_bias), ("k", layer.k_bias))
-    )
-    v = _biased(product(x, "v"), layer.v_bias).reshape(len(x), -1, head_dim)
-    inv_freq, magnitude = turn
-    norms = layer.head_norms
-    if norms is not None and not norms.after_rope:
-        q, k = head_norm(q, norms.q, norms.epsilon), head_norm(k, norms.k, norms.epsilon)
-    q, k = (rope.apply(rows, inv_freq, 0, magnitude) for rows in (q, k))
-    if norms is not None and norms.after_rope:
-        q, k = head_norm(q, norms.q, norms.epsilon), head_norm(k, norms.k, norms.epsilon)
+    q = _biased(product(x, "q"), layer.q_bias).reshape(len(x), -1, layer.head_dim)
     attended = attention.attend(
-        q,
-        kv_append.round_trip(k, format, key=True),
-        kv_append.round_trip(v, format, key=False),
+        _turned(q, None if layer.head_norms is None else layer.head_norms.q, layer, turn),
+        *kv,
         0,
         window=layer.window,
         scale=layer.scale,
@@ -184,16 +245,17 @@ def _products(
 ) -> _Product:
     """Return a function for the products of one layer, or of one of its experts.
 
-    V takes its input unrounded, because the kernels round it to 16 bits.
+    V, and K that is V as well, take their inputs unrounded: the kernels round these to 16 bits.
 
     Args:
         part, parts: number of an expert, and of all, of the matrices' rows.
     """
 
     def product(x: Floats, name: str) -> Floats:
+        exact, name = name in ("v", "k_as_v"), name.removesuffix("_as_v")
         weight, by = np.split(matrices[prefix + name], parts)[part], changes.get(prefix + name)
         added = 0.0 if by is None else change(x, by)
-        if rounded and name != "v":
+        if rounded and not exact:
             return int8_linear(x.astype(np.float32), weight) + added
         return x @ weight.T.astype(np.float64) + added
 

@@ -27,11 +27,45 @@ StateMixer = ShortConvWeights
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """Weights for a token's own embedding in a layer, of width P (see `LayerTable`).
+
+    The layer adds `norm(output(activation(gate(x)) * e))` behind its MLP. The embedding e is made
+    of a row of the table and of `context(x0)`, where x0 is the residual before the first layer.
+
+    Attributes:
+        context, gate: `[P, E]`.
+        output: `[E, P]`.
+        post_norm: weight of the norm `[E]`.
+    """
+
+    context: PackedWeights
+    gate: PackedWeights
+    output: PackedWeights
+    post_norm: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTable:
+    """Embeddings of tokens for each layer, `e = (norm(c / sqrt(E)) + sqrt(P) * row) / sqrt(2)`.
+
+    Attributes:
+        table: `[V * layers, P]`; a token has one row for each layer, side by side.
+        norm: weight of the norm of the contexts c, `[P]`.
+    """
+
+    table: PackedWeights
+    norm: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """Weights of a layer: packed weights, and vectors `[E]` (norms) or `[outputs]` (biases).
 
     Attributes:
-        q, k, v, heads: projections of attention, and its number of query heads.
+        q, k, v, heads: projections of attention, and its number of query heads. k and v are None in
+            a layer that reads those of another; v alone is None where V is K before its norm.
+        kv_from: index of the layer whose K and V this one reads; None: its own.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
@@ -55,6 +89,8 @@ class LayerWeights:
         window: number of positions that a token sees; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap of the scores, or None.
+        input: weights for embeddings of the layer's own, or None.
+        output_scale: factor of the residual at the end of the layer.
     """
 
     o: PackedWeights
@@ -64,6 +100,7 @@ class LayerWeights:
     k: PackedWeights | None = None
     v: PackedWeights | None = None
     heads: int = 0
+    kv_from: int | None = None
     mixer: StateMixer | None = None
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
@@ -97,6 +134,8 @@ class LayerWeights:
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    input: LayerInput | None = None
+    output_scale: float = 1.0
 
     @property
     def head_dim(self) -> int:
@@ -104,17 +143,18 @@ class LayerWeights:
 
     @property
     def kv_heads(self) -> int:
-        return self.qkv[2].outputs // self.head_dim
+        """KV heads of the layer's own; 0 where it reads those of another layer."""
+        return 0 if self.k is None else self.k.outputs // self.head_dim
 
     @property
     def qkv(self) -> tuple[PackedWeights, PackedWeights, PackedWeights]:
-        """Projections to Q, K and V of a layer that attends.
+        """Projections to Q, K and V of a layer that has all three.
 
         Raises:
             ValueError: it lacks one of them.
         """
         if self.q is None or self.k is None or self.v is None:
-            raise ValueError("a layer without q, k or v does not attend")
+            raise ValueError("a layer without q, k or v; needed are all three")
         return self.q, self.k, self.v
 
     @property
@@ -125,9 +165,11 @@ class LayerWeights:
 
     @property
     def linears(self) -> tuple[PackedWeights, ...]:
-        gate = () if self.gate is None else (self.gate,)
-        mixer = self.qkv if self.mixer is None else self.mixer.linears
-        return *mixer, self.o, *gate, self.up, self.down, *(self.shared or ())
+        mixer = (self.q, self.k, self.v) if self.mixer is None else self.mixer.linears
+        given = self.input
+        inputs = () if given is None else (given.context, given.gate, given.output)
+        every = (*mixer, self.o, self.gate, self.up, self.down, *(self.shared or ()), *inputs)
+        return tuple(linear for linear in every if linear is not None)
 
 
 # Vector in LayerWeights -> linear layer with as many outputs, or "hidden" for the residual's width.
@@ -159,6 +201,7 @@ class Weights:
         epsilon: epsilon of the norms of the residual.
         embedding_scale: factor of the rows of the embedding.
         logit_softcap: soft cap of the logits, or None.
+        layer_table: embeddings of tokens for each layer, or None.
     """
 
     layers: Sequence[LayerWeights]
@@ -169,12 +212,17 @@ class Weights:
     final_norm_bias: Floats | None = None
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
+    layer_table: LayerTable | None = None
 
     @property
     def slots(self) -> list[int]:
-        """Index of each layer among the layers of its pool."""
-        pools = [layer.pool for layer in self.layers]
-        return [pools[:index].count(pool) for index, pool in enumerate(pools)]
+        """Index of each layer, or of the one whose K and V it reads, among those of its pool."""
+        own: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.kv_from is None:
+                own[index] = sum(self.layers[other].pool == layer.pool for other in own)
+        owners = (index if x.kv_from is None else x.kv_from for index, x in enumerate(self.layers))
+        return [own[owner] for owner in owners]
 
     @property
     def nbytes(self) -> int:
@@ -201,8 +249,10 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
     if not weights.layers:
         raise ValueError("weights without a layer")
-    for layer in weights.layers:
+    for index, layer in enumerate(weights.layers):
         _check_layer(layer, hidden)
+        _check_source(weights.layers, index)
+        _check_input(weights, layer)
         if not 0 <= layer.rope < ropes:
             raise ValueError(f"RoPE table {layer.rope} of {ropes}")
 
@@ -237,19 +287,58 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
 
 def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
     """Check the projections of a layer; returns their outputs."""
-    (q, k, v), width, heads = layer.qkv, layer.o.inputs, layer.heads
-    _require("q", (q.outputs, q.inputs), (width, hidden))
-    _require("v", (v.outputs, v.inputs), (k.outputs, hidden))
-    _require("k", k.inputs, hidden)
+    width, heads, kv = layer.o.inputs, layer.heads, 0 if layer.k is None else layer.k.outputs
+    for name, linear, outputs in (("q", layer.q, width), ("k", layer.k, kv), ("v", layer.v, kv)):
+        if linear is not None:
+            _require(name, (linear.outputs, linear.inputs), (outputs, hidden))
     # a row of Q ends where K begins: a padded panel would write over it
-    if width % heads or width % PANEL or v.outputs % PANEL:
+    if layer.q is None or width % heads or width % PANEL or kv % PANEL:
         raise ValueError(
-            f"Q has {width} outputs, K and V {v.outputs}; needed are whole panels of {PANEL} "
+            f"Q has {width} outputs, K and V {kv}; needed are whole panels of {PANEL} "
             f"and {heads} heads"
         )
-    if layer.head_norms is not None:
+    if layer.head_norms is not None and layer.k is not None:
         layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
-    return {"q": width, "k": k.outputs, "v": v.outputs}
+    return {"q": width, "k": kv, "v": kv}
+
+
+def _check_source(layers: Sequence[LayerWeights], index: int) -> None:
+    """Check whose K and V a layer reads."""
+    layer = layers[index]
+    if layer.mixer is not None:
+        return
+    if (layer.k is None) != (layer.kv_from is not None) or (layer.k is None and layer.v):
+        raise ValueError("needed is either K of a layer's own, or a layer whose K and V it reads")
+    if layer.kv_from is None:
+        return
+    source = layers[layer.kv_from] if 0 <= layer.kv_from < index else None
+    if source is None or source.k is None:
+        raise ValueError(f"layer {index} reads K and V of {layer.kv_from}; needed is one before it")
+    kind = source.head_dim, source.pool, source.window
+    _require("head_dim, pool and window", (layer.head_dim, layer.pool, layer.window), kind)
+    if layer.heads % source.kv_heads:
+        raise ValueError(f"{layer.heads} heads; needed are those of {source.kv_heads} KV heads")
+    norms = layer.head_norms
+    if norms is not None and (norms.q.shape != (layer.head_dim,) or norms.q.dtype != np.float32):
+        raise ValueError(f"norm of Q is {norms.q.dtype} {norms.q.shape}; needed is one of heads")
+
+
+def _check_input(weights: Weights, layer: LayerWeights) -> None:
+    """Check the embeddings of a layer's own."""
+    hidden, given = weights.embedding.inputs, layer.input
+    if given is None:
+        return
+    if weights.layer_table is None:
+        raise ValueError("a layer with embeddings of its own; needed is their table")
+    table, width = weights.layer_table.table, weights.layer_table.table.inputs
+    _require("layer_table", table.outputs, weights.embedding.outputs * len(weights.layers))
+    _require_floats("layer_table.norm", weights.layer_table.norm, width)
+    _require_floats("input.post_norm", given.post_norm, hidden)
+    for name, linear in (("context", given.context), ("gate", given.gate)):
+        _require(f"input.{name}", (linear.outputs, linear.inputs), (width, hidden))
+    _require("input.output", (given.output.outputs, given.output.inputs), (hidden, width))
+    if width % PANEL:
+        raise ValueError(f"input.gate has {width} outputs; needed are whole panels of {PANEL}")
 
 
 def _check_router(layer: LayerWeights, hidden: int) -> int:
@@ -310,7 +399,7 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
     """
     needed: list[tuple[int, ...]] = []
     for number in range(1 + max(layer.pool for layer in weights.layers)):
-        members = [layer for layer in weights.layers if layer.pool == number]
+        members = [x for x in weights.layers if x.pool == number and x.kv_from is None]
         sizes = {_pool_sizes(layer) for layer in members}
         if len(sizes) != 1:
             raise ValueError(

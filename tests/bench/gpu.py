@@ -161,7 +161,7 @@ def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None
     weights = random_weights(shape, kind)
     layer = weights.layers[0]
     parts = {name: [getattr(layer, name)] for name in ("o", "gate", "down")}
-    qkv = [layer.q, layer.k, layer.v]
+    qkv = list(layer.qkv)
     for name, stacked in {"qkv": qkv, **parts, "head": [weights.head]}.items():
         weight = DevicePackedWeights.stacked(stacked, device)
         for count in (1, 8, 32, 512):

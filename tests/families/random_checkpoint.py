@@ -231,7 +231,10 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return added + y
 
 
-def short_conv(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+Kept = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+def short_conv(checkpoint: Any, layer: int, x: np.ndarray, _: Kept) -> np.ndarray:
     """A short convolution of normed rows, row by row and tap by tap."""
     name = f"layers.{layer}"
     b, c, x = np.split(product(checkpoint, f"{name}.conv_in", x), 3, axis=1)
@@ -242,21 +245,24 @@ def short_conv(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return c * mixed
 
 
-def mix(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
-    """The mixer of a layer for a whole text, before the output projection."""
+def mix(checkpoint: Any, layer: int, residual: np.ndarray, kept: Kept) -> np.ndarray:
+    """The mixer of a layer for a whole text, before the output projection.
+
+    Args:
+        kept: K and V of the layers before, to which those of this one come.
+    """
     x = normed(checkpoint, f"layers.{layer}.attention_norm", residual)
     mixer = checkpoint.config.layers[layer].mixer
-    return {Attention: attend, ShortConv: short_conv}[type(mixer)](checkpoint, layer, x)
+    return {Attention: attend, ShortConv: short_conv}[type(mixer)](checkpoint, layer, x, kept)
 
 
-def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+def attend(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
     """Attention of the normed rows of a whole text, `[n, H * D]`."""
     config, name = checkpoint.config, f"layers.{layer}"
     here, turn = config.layers[layer].attention, config.rope_of(layer)
-    q, k, v = (
-        product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
-        for part in "qkv"
-    )
+
+    def heads(part: str) -> np.ndarray:
+        return product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
 
     def rotated(rows: np.ndarray, part: str) -> np.ndarray:
         weight = vector(checkpoint, f"{name}.{part}_norm")
@@ -267,10 +273,15 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
             rows = head_norm(rows, weight, config.norm_eps)
         return rows
 
+    if here.kv_from is None:
+        k = heads("k")
+        v = k if here.k_as_v else heads("v")
+        if here.v_norm:
+            v = head_norm(v, np.ones(here.head_dim), config.norm_eps)
+        kept[layer] = rotated(k, "k"), v
     attended = attention.attend(
-        rotated(q, "q"),
-        rotated(k, "k"),
-        v,
+        rotated(heads("q"), "q"),
+        *kept[layer if here.kv_from is None else here.kv_from],
         0,
         window=here.window,
         scale=here.scale,
@@ -280,13 +291,36 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return attended.reshape(len(x), -1)
 
 
+def layer_embedding(
+    checkpoint: Any, layer: int, tokens: Sequence[int], first: np.ndarray, x: np.ndarray
+) -> np.ndarray:
+    """What tokens' own embeddings for a layer add behind its MLP; 0 where there are none."""
+    config, name = checkpoint.config, f"layers.{layer}."
+    width = config.layer_embedding
+    if width is None:
+        return np.zeros_like(x)
+    table = checkpoint.tensor("layer_embedding").float32().reshape(config.vocab_size, -1, width)
+    context = product(checkpoint, f"{name}layer_context", first) * config.hidden_size**-0.5
+    context = normed(checkpoint, "layer_embedding_norm", context)
+    e = (context + table[list(tokens), layer].astype(np.float64) * width**0.5) * 2**-0.5
+    gate = activate(
+        product(checkpoint, f"{name}layer_gate", x), config.layers[layer].mlp.activation
+    )
+    added = product(checkpoint, f"{name}layer_output", gate * e)
+    return normed(checkpoint, f"{name}post_layer_norm", added)
+
+
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states `[n, E]` and logits `[n, V]` of a text."""
     config = checkpoint.config
     table = checkpoint.tensor("embedding").float32().astype(np.float64)
-    x = table[list(tokens)] * config.embedding_scale
+    x = first = table[list(tokens)] * config.embedding_scale
+    kept: Kept = {}
     for layer in range(config.layer_count):
-        x = after_attention(checkpoint, layer, mix(checkpoint, layer, x), x)
+        x = after_attention(checkpoint, layer, mix(checkpoint, layer, x, kept), x)
+        x = x + layer_embedding(checkpoint, layer, tokens, first, x)
+        if config.layers[layer].scaled:
+            x = x * vector(checkpoint, f"layers.{layer}.layer_scale")
     hidden = normed(checkpoint, "final_norm", x)
     head = table if config.tied_embedding else checkpoint.tensor("head").float32()
     logits = hidden @ head.T.astype(np.float64)

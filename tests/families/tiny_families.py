@@ -39,6 +39,22 @@ _MULTIPLIERS = {
     "logits_scaling": 2.5,
 }
 _WINDOWS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 2e4,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
 # Name -> class of transformers without `Config` and `ForCausalLM`, and what its config says.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT}),
@@ -65,6 +81,17 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "gemma4_text": (
+        "Gemma4Text",
+        {
+            **_GEMMA4,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 32,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+    "gemma4_unified": ("Gemma4UnifiedText", {**_GEMMA4, "attention_k_eq_v": True}),
     "phi3": ("Phi3", {"sliding_window": 24, "rope_parameters": _DEFAULT}),
     "phi3_longrope": (
         "Phi3",
@@ -243,7 +270,10 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     import transformers
 
     kind, values = FAMILIES[name]
-    config = getattr(transformers, f"{kind}Config")(**{**_SMALL, **values, **changes})
+    values = {**_SMALL, **values, **changes}
+    if values.get("hidden_size_per_layer_input") is not None:
+        values["vocab_size_per_layer_input"] = values["vocab_size"]
+    config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(0)
     text = kind.removesuffix("Text")
     model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
@@ -260,6 +290,9 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
             else:
                 spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
                 weight.copy_(spread * torch.randn_like(weight))
+        for key, scale in model.named_buffers():
+            if key.endswith("layer_scalar"):
+                scale += 0.3 * torch.randn_like(scale)
     model.save_pretrained(folder)
     return model
 

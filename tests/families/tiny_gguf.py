@@ -44,6 +44,37 @@ def gemma3(w: gguf.GGUFWriter) -> None:
     w.add_sliding_window(8)
 
 
+def gemma4(w: gguf.GGUFWriter) -> None:
+    w.add_shared_kv_layers(3)
+    w.add_embedding_length_per_layer_input(32)
+    w.add_feed_forward_length([96, 96, 96, 192, 192, 192])
+    w.add_head_count_kv(2)
+    w.add_final_logit_softcapping(30.0)
+    gemma4_attention(w)
+
+
+def gemma4_unified(w: gguf.GGUFWriter) -> None:
+    w.add_shared_kv_layers(0)
+    w.add_embedding_length_per_layer_input(0)
+    w.add_feed_forward_length(96)
+    w.add_head_count_kv([2, 2, 1] * 2)
+    gemma4_attention(w)
+
+
+def gemma4_attention(w: gguf.GGUFWriter) -> None:
+    w.add_key_length(64)
+    w.add_value_length(64)
+    w.add_key_length_swa(32)
+    w.add_value_length_swa(32)
+    w.add_rope_dimension_count(64)
+    w.add_rope_dimension_count_swa(32)
+    w.add_rope_freq_base(2e4)
+    w.add_rope_freq_base_swa(300.0)
+    w.add_sliding_window(8)
+    w.add_sliding_window_pattern([True, True, False] * 2)
+    w.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
+
+
 def granite(w: gguf.GGUFWriter) -> None:
     w.add_expert_shared_feed_forward_length(96)
     w.add_ssm_conv_kernel(4)
@@ -157,6 +188,8 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "gemma": (ARCH.GEMMA, nothing, {}),
     "gemma2": (ARCH.GEMMA2, gemma2, {"query_pre_attn_scalar": 32}),
     "gemma3_text": (ARCH.GEMMA3, gemma3, {}),
+    "gemma4_text": (ARCH.GEMMA4, gemma4, {}),
+    "gemma4_unified": (ARCH.GEMMA4, gemma4_unified, {}),
     "phi3": (ARCH.PHI3, phi3, {}),
     "phi3_longrope": (ARCH.PHI3, longrope, {}),
     "granite": (ARCH.GRANITE, granite, {}),
@@ -197,12 +230,15 @@ def convert(
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
+    config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     add_sizes(writer, config)
     keys(writer)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
     for key, values in stacked(load_file(folder / "model.safetensors")).items():
+        if key.endswith("layer_scalar"):  # a vector without a suffix
+            key += ".weight"
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
@@ -247,7 +283,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if hasattr(config, "moe_intermediate_size"):
+    if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "norm_epsilon"):
         writer.add_layer_norm_eps(config.norm_epsilon)

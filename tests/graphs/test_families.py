@@ -122,7 +122,7 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
         ("deepseek2", True, r"latent attention \(MLA\)"),
         ("falcon-h1", True, "recurrent layers"),
         ("qwen3_5_moe", False, "recurrent layers"),
-        ("gemma3n", True, "layers that share keys and values"),
+        ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],
 )
 def test_architectures_that_need_more_say_of_what(name: str, gguf: bool, missing: str) -> None:
@@ -261,6 +261,8 @@ def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
     [
         ("gemma3_text", "gemma3", "model.language_model.", ""),
         ("gemma3_text", "gemma3", "language_model.model.", "language_model."),
+        ("gemma4_text", "gemma4", "model.language_model.", ""),
+        ("gemma4_unified", "gemma4_unified", "model.language_model.", ""),
         ("ministral3", "mistral3", "model.language_model.", ""),
         ("mistral", "mistral3", "language_model.model.", "language_model."),
         ("llama", "smolvlm", "model.text_model.", ""),

@@ -17,7 +17,15 @@ from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
-from edgellm.kernels.step import FusedStep, LayerWeights, StepSpan, Weights, reference
+from edgellm.kernels.step import (
+    FusedStep,
+    LayerInput,
+    LayerTable,
+    LayerWeights,
+    StepSpan,
+    Weights,
+    reference,
+)
 
 EPSILON = 1e-5
 VOCABULARY = 70
@@ -42,6 +50,9 @@ class Parts:
     logit_softcap: float | None = None
     ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
     routing: Routing | None = None
+    v_norm: bool = False
+    k_as_v: bool = False
+    output_scale: float = 1.0
     mixer: str = "attention"
     shared: int = 0  # outputs of the shared expert
     shared_router: bool = False
@@ -62,6 +73,8 @@ class Shape:
     bias: bool = False
     parts: Parts = Parts()
     odd: Shape | None = None
+    shared: int = 0  # last layers that read K and V of the last other one with the same window
+    layer_width: int | None = None  # of embeddings for each layer
 
     @property
     def mixed(self) -> bool:
@@ -144,6 +157,36 @@ UNEVEN = {
             intermediate=96,
             parts=Parts(layer_norm=True, biases=True, gated=False, softcap=5.0),
         ),
+    ),
+}
+GEMMA4 = Parts(
+    norms="sandwich",
+    qk_norm="head",
+    v_norm=True,
+    activation="gelu_tanh",
+    scale=1.0,
+    embedding_scale=8.0,
+    logit_softcap=30.0,
+    ropes=(1.0, 1.0),
+    output_scale=0.7,
+)
+# Layers that read K and V of others, and that have embeddings of their own.
+SHARED = {
+    "gemma4": Shape(
+        *(4, 1, 32),
+        layers=4,
+        window=50,
+        parts=GEMMA4,
+        odd=Shape(
+            *(2, 1, 512), intermediate=320, parts=replace(GEMMA4, k_as_v=True, output_scale=1.2)
+        ),
+        shared=2,
+        layer_width=64,
+    ),
+    "embeddings": Shape(2, 2, 64, layers=2, layer_width=32),
+    "shared": Shape(4, 2, 32, bias=True, layers=3, shared=2),
+    "k_as_v": Shape(
+        *(4, 2, 32), layers=2, bias=True, parts=Parts(qk_norm="head", k_as_v=True, v_norm=True)
     ),
 }
 EXPERTS = {
@@ -246,6 +289,8 @@ MIXTURES = {
         *("int5_k", "int4_k", "int6_k", "iq4_xs"),
     ),
 }
+# Matrices of layers' own embeddings -> those whose kind they have.
+OTHERS = {"layer_table": "embedding", "context": "k", "output": "o"}
 NARROW = ("affine", "symmetric", "narrow")
 
 
@@ -279,7 +324,7 @@ class Model:
             here, prefix = shape.of(index), f"layers.{index}."
             routing = here.parts.routing
             experts = 1 if routing is None else routing.experts
-            mixing = self._mixing(here, prefix)
+            mixing = self._mixing(index)
             mixer = mixing.get("mixer")
             width = here.heads * here.head_dim if mixer is None else mixer.size
             layers.append(
@@ -299,7 +344,9 @@ class Model:
                     rope=index % len(shape.parts.ropes),
                     window=None if index % 2 else shape.window,
                     pool=int((shape.mixed or shape.hybrid) and index % 2 == 0),
-                    **self._vectors(here),
+                    input=self._input(prefix),
+                    output_scale=here.parts.output_scale,
+                    **self._vectors(here, index),
                 )
             )
         self.weights = Weights(
@@ -311,6 +358,7 @@ class Model:
             epsilon=EPSILON,
             embedding_scale=shape.parts.embedding_scale,
             logit_softcap=shape.parts.logit_softcap,
+            layer_table=self._table(),
         )
         self.turns = []
         for number, magnitude in enumerate(shape.parts.ropes):
@@ -321,21 +369,52 @@ class Model:
         self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
 
-    def _mixing(self, here: Shape, prefix: str) -> dict[str, Any]:
+    def _mixing(self, index: int) -> dict[str, Any]:
         """What `LayerWeights` has of a layer's mixer."""
+        here, prefix = self.shape.of(index), f"layers.{index}."
         if here.parts.mixer == "short_conv":
             hidden = self.shape.hidden
             conv_in = self._linear(prefix + "conv_in", 3 * hidden, hidden)
             filters = self._rng.standard_normal((4, hidden)).astype("f4")
             return {"mixer": ShortConvWeights(conv_in=conv_in, filters=filters)}
-        outputs = {"q": here.heads, "k": here.kv_heads, "v": here.kv_heads}
-        sizes = {name: heads * here.head_dim for name, heads in outputs.items()}
+        width = here.heads * here.head_dim
         return {
-            **{x: self._linear(prefix + x, size, self.shape.hidden) for x, size in sizes.items()},
+            "q": self._linear(prefix + "q", width, self.shape.hidden),
+            **self._keys_and_values(index),
             "heads": here.heads,
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
         }
+
+    def _keys_and_values(self, index: int) -> dict[str, Any]:
+        shape, here, prefix = self.shape, self.shape.of(index), f"layers.{index}."
+        first = shape.layers - shape.shared
+        if index >= first:
+            step = 2 if shape.mixed else 1
+            return {"kv_from": max(own for own in range(first) if (index - own) % step == 0)}
+        size = here.kv_heads * here.head_dim
+        k = self._linear(prefix + "k", size, shape.hidden)
+        if here.parts.k_as_v:
+            return {"k": k}
+        return {"k": k, "v": self._linear(prefix + "v", size, shape.hidden)}
+
+    def _input(self, prefix: str) -> LayerInput | None:
+        hidden, width = self.shape.hidden, self.shape.layer_width
+        if width is None:
+            return None
+        return LayerInput(
+            context=self._linear(prefix + "input.context", width, hidden),
+            gate=self._linear(prefix + "input.gate", width, hidden),
+            output=self._linear(prefix + "input.output", hidden, width),
+            post_norm=self._vector(hidden, around=1.0),
+        )
+
+    def _table(self) -> LayerTable | None:
+        width = self.shape.layer_width
+        if width is None:
+            return None
+        table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
+        return LayerTable(table=table, norm=self._vector(width, around=1.0))
 
     def _router(self, experts: int) -> np.ndarray:
         hidden = self.shape.hidden
@@ -362,7 +441,7 @@ class Model:
     def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
         return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")
 
-    def _vectors(self, here: Shape) -> dict[str, np.ndarray]:
+    def _vectors(self, here: Shape, index: int) -> dict[str, np.ndarray]:
         """Norm weights and biases of a layer, as far as it has them."""
         shape, parts = self.shape, here.parts
         width, kv = here.heads * here.head_dim, here.kv_heads * here.head_dim
@@ -376,6 +455,10 @@ class Model:
             vectors |= {f"{name}_bias": self._vector(shape.hidden) for name in names}
         if here.bias:
             sizes = {"q_bias": width, "k_bias": kv, "v_bias": kv}
+            if index >= shape.layers - shape.shared:
+                del sizes["k_bias"]
+            if index >= shape.layers - shape.shared or parts.k_as_v:
+                del sizes["v_bias"]
             vectors |= {name: 5 * self._vector(size) for name, size in sizes.items()}
         if parts.biases:
             sizes = {"o_bias": shape.hidden, "down_bias": shape.hidden}
@@ -398,13 +481,15 @@ class Model:
             else (head_dim, head_dim)
         )
         q, k = (self._vector(size, around=1.0) for size in sizes)
-        return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=kind == "head_after_rope")
+        after = kind == "head_after_rope"
+        return HeadNorms(q=q, k=k, epsilon=EPSILON, after_rope=after, values=here.parts.v_norm)
 
     def _linear(
         self, name: str, outputs: int, inputs: int, *, size: float | None = None
     ) -> PackedWeights:
         order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
-        part = name.split(".")[-1].removeprefix("shared_")
+        part = OTHERS.get(name.partition(".input.")[2] or name, name.split(".")[-1])
+        part = part.removeprefix("shared_")
         kind = self._kinds[order.index(part if part in order else "q")]
         size = 3 / np.sqrt(inputs) if size is None else size
         weight = random_weight(kind, outputs, inputs, self._rng, size=size)
@@ -419,7 +504,7 @@ class Model:
     def pools(self, format: str, *, blocks: int) -> list[KVBlocks | StateBlocks]:
         pools: list[KVBlocks | StateBlocks] = []
         for number in sorted({layer.pool for layer in self.weights.layers}):
-            members = [layer for layer in self.weights.layers if layer.pool == number]
+            members = [x for x in self.weights.layers if x.pool == number and x.kv_from is None]
             sizes = {"blocks": blocks, "layers": len(members)}
             mixer = members[0].mixer
             if mixer is not None:

@@ -190,17 +190,18 @@ def test_rotated_rows(
 
 
 @pytest.mark.parametrize("head_dim", [16, 36, 80])
-@pytest.mark.parametrize("kind", ["head", "width", "head_after_rope"])
+@pytest.mark.parametrize("kind", ["head", "width", "head_after_rope", "head and values"])
 @pytest.mark.usefixtures("poisoned")
 def test_norms_of_q_and_k(implementation: AppendRotated, kind: str, head_dim: int) -> None:
-    """As if rows had been normalized before, or behind RoPE; values are as they were."""
+    """As if rows had been normalized before, or behind RoPE; values too, or as they were."""
     rng = np.random.default_rng(head_dim)
     heads, kv_heads, tokens, start = 6, 2, 70, 100
     qkv = rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)).astype(np.float32)
     sizes = (heads * head_dim, kv_heads * head_dim) if kind == "width" else (head_dim, head_dim)
     q_weight, k_weight = (rng.standard_normal(size).astype(np.float32) for size in sizes)
     after = kind == "head_after_rope"
-    norms = HeadNorms(q=q_weight, k=k_weight, epsilon=0.1, after_rope=after)
+    values = kind == "head and values"
+    norms = HeadNorms(q=q_weight, k=k_weight, epsilon=0.1, after_rope=after, values=values)
     inv_freq = (100.0 ** (-np.arange(0, 12, 2) / 12)).tolist()
     table = rope.table(inv_freq, start + tokens, magnitude=1.5)
     blocks = allocate(format="f32", blocks=3, layers=2, kv_heads=kv_heads, head_dim=head_dim)
@@ -211,7 +212,10 @@ def test_norms_of_q_and_k(implementation: AppendRotated, kind: str, head_dim: in
         exact = rope_reference.apply(exact, inv_freq, start, 1.5)
         expected.append(step_reference.head_norm(exact, weight, 0.1) if after else exact)
     np.testing.assert_allclose(q, expected[0], atol=1e-5)
-    for name, exact in (("k", expected[1]), ("v", qkv[:, -kv_heads:])):
+    v = qkv[:, -kv_heads:].astype(float)
+    if values:
+        v = step_reference.head_norm(v, np.ones(head_dim, np.float32), 0.1)
+    for name, exact in (("k", expected[1]), ("v", v)):
         for t in range(tokens):
             block, row = [2, 0][(start + t) // BLOCK], (start + t) % BLOCK
             np.testing.assert_allclose(stored_row(blocks, name, block, row), exact[t], atol=1e-5)

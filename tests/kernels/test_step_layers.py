@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import HYBRIDS, PARTS, SHAPES, UNEVEN, WIDE, Model, Shape, View, span_of
+from random_model import (
+    HYBRIDS,
+    PARTS,
+    SHAPES,
+    SHARED,
+    UNEVEN,
+    WIDE,
+    Model,
+    Shape,
+    View,
+    span_of,
+)
 
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 
@@ -17,6 +28,7 @@ from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 DEEP = [replace(SHAPES[0], layers=3), replace(SHAPES[3], layers=3), SHAPES[1]]
 DEEP += [replace(PARTS[name], layers=3) for name in PARTS]
 DEEP += [replace(UNEVEN[name], layers=3) for name in UNEVEN]
+DEEP += [replace(SHARED["gemma4"], layers=3, shared=1), SHARED["shared"]]
 DEEP += HYBRIDS.values()
 # Where rows are cut, and after which layers they rest there.
 CUTS = ([1, 64, 131], [131])
@@ -84,18 +96,8 @@ def assert_same_rows(ours: View, theirs: View) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_the_residual_between_groups_matches_reference(compiled: ctypes.CDLL, shape: Shape) -> None:
     model = Model(shape)
-    expected = [reference.embed(model.weights, model.floats, model.tokens[:131])]
-    for layer in range(2):
-        expected.append(
-            reference.through(
-                model.weights,
-                model.floats,
-                expected[layer],
-                range(layer, layer + 1),
-                model.turns,
-                format="int8",
-            )
-        )
+    tokens = model.tokens[:131]
+    expected = reference.through(model.weights, model.floats, tokens, model.turns, format="int8")
     for cuts in CUTS:
         views = model.views("int8")
         step, found = model.step(compiled, views), []

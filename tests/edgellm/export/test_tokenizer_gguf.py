@@ -20,6 +20,7 @@ VOCABULARIES = [
     "deepseek-coder",
     "deepseek-llm",
     "falcon",
+    "gemma-4",
     "gpt-2",
     "llama-bpe",
     "llama-spm",
