@@ -5,6 +5,7 @@
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
+#include "../mamba2/call.h"
 
 namespace edgellm {
 
