@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../step/call.h"
+#include "../step/mixing.h"
 #include "../step/places.h"
 #include "threads.h"
 
