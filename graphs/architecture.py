@@ -112,6 +112,7 @@ HF_FUSED_MLP: Names = {
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "granitehybrid": "granitemoehybrid",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
     "qwen3moe": "qwen3_moe",

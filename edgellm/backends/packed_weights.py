@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
-from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mamba2, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
+from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.step import LayerWeights, Weights
@@ -50,10 +51,23 @@ def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
 
 
+def _mamba2(mixer: Mamba2, parts: dict[str, Any]) -> dict[str, Any]:
+    vectors = Mamba2Vectors(
+        conv=np.ascontiguousarray(parts.pop("conv").T),
+        conv_bias=parts.pop("conv_bias", None),
+        **{name: parts.pop(name) for name in ("dt_bias", "decay", "skip")},
+        norm=parts.pop("mamba_norm"),
+        groups=mixer.groups,
+        epsilon=mixer.norm_eps,
+    )
+    return {"mixer": Mamba2Weights(mamba_in=parts.pop("mamba_in"), vectors=vectors)}
+
+
 # Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
 _MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     Attention: _attention,
     ShortConv: _short_conv,
+    Mamba2: _mamba2,
 }
 
 

@@ -1,16 +1,16 @@
-// What a Mamba-2 layer is made of beside its linear layers, and a call of the op alone.
+// The Mamba-2 of a layer, and a call of the op alone.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include "../linear/call.h"
 
 namespace edgellm {
 
-// Channels of a head whose states lie side by side: LANE_BLOCK in vectors.py.
+// Channels of a head whose states lie side by side: LANE_BLOCK in weights.py.
 constexpr int LANE_BLOCK = 16;
 
-// The same fields, in the same order, as in native.py; vectors.py says what they are.
+// The same fields, in the same order, as in native.py; weights.py says what they are.
 struct Mamba2 {
+    Linear in;                            // to z, x, B, C and dt
     const float *conv, *conv_bias;        // [taps, channels], [channels] or null
     const float *dt_bias, *decay, *skip;  // [heads]
     const float* norm;                    // [inner]
@@ -19,9 +19,9 @@ struct Mamba2 {
 
     int inner() const { return heads * head_dim; }
     int channels() const { return inner() + 2 * groups * state_dim; }
-    // Numbers of all heads, in whole vectors.
+    // A number of each head, in whole panels.
     int padded_heads() const { return (heads + LANE_BLOCK - 1) / LANE_BLOCK * LANE_BLOCK; }
-    // A row that comes in: z; x, B and C; dt.
+    // A row behind `in`: z; x, B and C; dt.
     int inputs() const { return inner() + channels() + padded_heads(); }
     // A row behind the convolution: x, B and C; the step and the decay of each head.
     int mixed() const { return channels() + 2 * padded_heads(); }
@@ -30,26 +30,22 @@ struct Mamba2 {
     int head_blocks() const { return inner() / LANE_BLOCK; }
 };
 
-// Where the state after the first `rows` rows of a span goes.
-struct StateTarget {
-    float* state;
+struct StateTarget;
+
+// Rows of one sequence, and its states; see StateSpan in ../step/call.h.
+struct Mamba2Rows {
+    const float* source;
+    const StateTarget* targets;
     int32_t rows;
 };
 
-// Rows of one sequence, and its states. The last target is for all rows; the first one may be the source.
-struct StateSpan {
-    const float* source;  // the state before the first row; null: zeros
-    const StateTarget* targets;
-    int32_t target_count, rows;
-};
-
-// Arguments of one call; the same fields, in the same order, as in native.py.
+// Arguments of one call of the op without its linear layers; the same fields, in the same order, as in native.py.
 struct Mamba2Call {
     Mamba2 layer;
-    const StateSpan* spans;  // span_count; their rows come one after the other
-    const float* rows;       // [count, inputs]
-    float* mixed;            // [count, mixed], written over
-    float* out;              // [count, inner]
+    const Mamba2Rows* spans;  // span_count
+    const float* rows;           // [count, inputs], of one span after the other
+    float* mixed;                // [count, mixed], written over
+    float* out;                  // [count, inner]
     int32_t span_count, count, threads;
 };
 

@@ -64,18 +64,17 @@ inline void scan_rows(const float* from, float* to, float* first, size_t stride,
 // The op on the rows of all spans, in three phases: `mix`, `scan`, and `finish` of each row.
 class Mamba2 {
 public:
-    // `rows` [count, inputs]; `mixed` [count, mixed] is written over.
-    Mamba2(const edgellm::Mamba2& layer, const edgellm::StateSpan* spans, int span_count, int count, const float* rows,
-           float* mixed)
-        : m_(layer), spans_(spans), span_count_(span_count), count_(count), rows_(rows), mixed_(mixed) {}
+    // `mixed` [rows, mixed] is written over.
+    Mamba2(const edgellm::Mamba2& layer, const edgellm::Mixing& mixing, float* mixed)
+        : m_(layer), mixing_(mixing), mixed_(mixed) {}
 
     // Convolve x, B and C of all rows, and make steps and decays of their dt.
-    void mix(edgellm::Worker& worker, int threads) const {
-        const int run = std::max(1, std::min(16, count_ / (4 * threads)));
+    void mix(edgellm::Worker& worker) const {
+        const int count = mixing_.call.count, run = std::max(1, std::min(16, count / (4 * mixing_.call.threads)));
         const int pieces = (m_.channels() + PIECE - 1) / PIECE;
-        worker.each((count_ + run - 1) / run * pieces, [&](int item) {
+        worker.each((count + run - 1) / run * pieces, [&](int item) {
             const int first = item / pieces * run, piece = item % pieces * PIECE;
-            for (int r = first; r < std::min(count_, first + run); ++r) {
+            for (int r = first; r < std::min(count, first + run); ++r) {
                 convolve(r, piece, std::min(m_.channels(), piece + PIECE));
                 if (piece == 0) take_steps(r);
             }
@@ -85,7 +84,7 @@ public:
     // Take all rows through the states; the last item of a span is for the rows that convolutions see later.
     void scan(edgellm::Worker& worker) const {
         const int items = m_.head_blocks() + 1;
-        worker.each(span_count_ * items, [&](int item) {
+        worker.each(mixing_.span_count() * items, [&](int item) {
             if (item % items < m_.head_blocks())
                 scan_block(item / items, item % items);
             else
@@ -95,7 +94,7 @@ public:
 
     // The gated norm of a row.
     void finish(int r, float* out) const {
-        const float *y = mixed_ + size_t(r) * m_.mixed(), *z = rows_ + size_t(r) * m_.inputs();
+        const float *y = mixed_ + size_t(r) * m_.mixed(), *z = mixing_.row(r);
         const int width = m_.inner() / m_.groups;
         for (int g = 0; g < m_.inner(); g += width) {
             for (int i = g; i < g + width; i += LANES)
@@ -106,40 +105,39 @@ public:
     }
 
 private:
-    static constexpr int PIECE = 512;  // channels of an item: a row alone makes work for some threads
-    static constexpr int TOGETHER = 2;
+    static constexpr int PIECE = 512;   // channels of an item: a row alone makes work for some threads
+    static constexpr int TOGETHER = 2;  // rows of a scan: 1.3 times as fast as one by one
 
-    int first_row(int span) const {
-        int first = 0;
-        for (int s = 0; s < span; ++s) first += spans_[s].rows;
-        return first;
-    }
+    int first_row(int span) const { return mixing_.places.spans[span].row; }
+    int rows(int span) const { return mixing_.call.spans[span].rows; }
+    const edgellm::StateTarget* targets(int span) const { return mixing_.call.spans[span].states[mixing_.pool].targets; }
 
-    // x, B and C of a row of a span, which stands `row` rows behind a state; before it the rows that the state has.
-    // Null: zeros.
+    // x, B and C of the row that stands `row` rows behind `first`, before which the sequence has a state; from the
+    // state itself where `row` is below 0. Null: zeros.
     const float* inputs(int first, const float* state, int row) const {
-        if (row >= 0) return rows_ + size_t(first + row) * m_.inputs() + m_.inner();
+        if (row >= 0) return mixing_.row(first + row) + m_.inner();
         return state ? state + size_t(m_.taps - 1 + row) * m_.channels() : nullptr;
     }
 
     void convolve(int r, int begin, int end) const {
-        int span = 0, first = 0;
-        while (r >= first + spans_[span].rows) first += spans_[span++].rows;
+        int span = 0;
+        while (r >= first_row(span + 1)) ++span;
         alignas(64) static constexpr float NONE[PIECE] = {};
+        const int before = m_.taps - 1, row = r - first_row(span);
         float* out = mixed_ + size_t(r) * m_.mixed();
         for (int i = begin; i < end; i += LANES) store(out + i, m_.conv_bias ? load(m_.conv_bias + i) : Vec{});
-        for (int tap = 0; tap < m_.taps; ++tap) {
-            const float* x = inputs(first, spans_[span].source, r - first + tap - (m_.taps - 1));
+        for (int tap = 0; tap <= before; ++tap) {
+            const float* x = inputs(first_row(span), mixing_.before(span), row + tap - before);
             x = x ? x + begin : NONE;
             const float* weight = m_.conv + size_t(tap) * m_.channels() + begin;
             for (int i = 0; i < end - begin; i += LANES)
-                store(out + begin + i, load(out + begin + i) + load(weight + i) * load(x + i));
+                store(out + begin + i, fused(load(weight + i), load(x + i), load(out + begin + i)));
         }
         for (int i = begin; i < end; i += LANES) store(out + i, activated(load(out + i), edgellm::SILU));
     }
 
     void take_steps(int r) const {
-        const float* dt = rows_ + size_t(r) * m_.inputs() + m_.inner() + m_.channels();
+        const float* dt = mixing_.row(r) + m_.inner() + m_.channels();
         float* steps = mixed_ + size_t(r) * m_.mixed() + m_.channels();
         for (int h = 0; h < m_.heads; h += LANES) {
             const int n = m_.heads - h;
@@ -150,19 +148,20 @@ private:
     }
 
     // LANE_BLOCK channels of a head, from one state that is wanted to the next.
-    void scan_block(int s, int block) const {
-        const edgellm::StateSpan& span = spans_[s];
-        const size_t size = size_t(m_.state_dim) * edgellm::LANE_BLOCK, at = m_.conv_size() + block * size;
-        const size_t stride = m_.mixed();
+    void scan_block(int span, int block) const {
+        const size_t size = size_t(m_.state_dim) * edgellm::LANE_BLOCK, stride = m_.mixed();
+        const size_t at = mixing_.state + m_.conv_size() + block * size;
         const HeadPart part = part_of(block);
-        float* row = mixed_ + first_row(s) * stride;
-        const float* from = span.source ? span.source + at : nullptr;
-        for (int t = 0, r = 0; t < span.target_count; ++t) {
-            float* to = span.targets[t].state + at;
+        float* row = mixed_ + first_row(span) * stride;
+        const float* before = mixing_.before(span);
+        const float* from = before ? before - mixing_.state + at : nullptr;
+        const edgellm::StateTarget* target = targets(span);
+        for (int r = 0; r < rows(span); ++target) {
+            float* to = target->block + at;
             if (!from) from = static_cast<float*>(std::memset(to, 0, 4 * size));
-            for (int rows; r < span.targets[t].rows; r += rows, row += rows * stride, from = to) {
-                rows = span.targets[t].rows - r < TOGETHER ? 1 : TOGETHER;
-                if (rows == 1)
+            for (int some; r < target->rows; r += some, row += some * stride, from = to) {
+                some = target->rows - r < TOGETHER ? 1 : TOGETHER;
+                if (some == 1)
                     scan_rows<1>(from, to, row, stride, part);
                 else
                     scan_rows<TOGETHER>(from, to, row, stride, part);
@@ -178,38 +177,49 @@ private:
                 m_.state_dim, m_.skip[head]};
     }
 
-    void keep_rows(int s) const {
-        const edgellm::StateSpan& span = spans_[s];
-        const float* before = span.source;
-        int first = first_row(s), done = 0;
+    void keep_rows(int span) const {
+        const int before = m_.taps - 1;
         const size_t bytes = 4 * size_t(m_.channels());
-        for (int t = 0; t < span.target_count; ++t) {
-            const int rows = span.targets[t].rows - done;
-            float* to = span.targets[t].state;
-            for (int i = 0; i < m_.taps - 1; ++i, to += m_.channels()) {  // the oldest first: `before` may be `to`
-                const float* x = inputs(first, before, rows + i - (m_.taps - 1));
+        const float* state = mixing_.before(span);
+        const edgellm::StateTarget* target = targets(span);
+        for (int done = 0; done < rows(span); done = target++->rows) {
+            const int first = first_row(span) + done, now = target->rows - done;
+            float* to = target->block + mixing_.state;
+            for (int i = 0; i < before; ++i) {  // the oldest first: `state` may be this one
+                const float* x = inputs(first, state, now + i - before);
                 if (x)
-                    std::memmove(to, x, bytes);
+                    std::memmove(to + i * m_.channels(), x, bytes);
                 else
-                    std::memset(to, 0, bytes);
+                    std::memset(to + i * m_.channels(), 0, bytes);
             }
-            before = span.targets[t].state;
-            first += rows;
-            done += rows;
+            state = to;
         }
     }
 
     const edgellm::Mamba2& m_;
-    const edgellm::StateSpan* spans_;
-    const int span_count_, count_;
-    const float* rows_;
+    const edgellm::Mixing& mixing_;
     float* mixed_;
 };
 
 inline void mamba2(const edgellm::Mamba2Call& call) {
-    const Mamba2 op(call.layer, call.spans, call.span_count, call.count, call.rows, call.mixed);
+    std::vector<edgellm::StateSpan> states;
+    std::vector<edgellm::Span> spans;
+    edgellm::Places places{{{0, 0}}, {}, {}};
+    for (int s = 0; s < call.span_count; ++s) {
+        states.push_back({call.spans[s].source, call.spans[s].targets});
+        spans.push_back({nullptr, nullptr, call.spans[s].rows, 0, 0});
+        places.spans.push_back({places.spans.back().row + call.spans[s].rows, 0});
+    }
+    for (int s = 0; s < call.span_count; ++s) spans[s].states = &states[s];
+    edgellm::StepCall step{};
+    step.spans = spans.data();
+    step.span_count = call.span_count;
+    step.count = call.count;
+    step.threads = call.threads;
+    const edgellm::Mixing mixing{step, places, 0, 0, call.rows, size_t(call.layer.inputs()), {}};
+    const Mamba2 op(call.layer, mixing, call.mixed);
     edgellm::run_team(call.threads, 3, [&](edgellm::Worker& worker) {
-        op.mix(worker, call.threads);
+        op.mix(worker);
         op.scan(worker);
         worker.each(call.count, [&](int r) { op.finish(r, call.out + size_t(r) * call.layer.inner()); });
     });

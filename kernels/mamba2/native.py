@@ -10,16 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
-from edgellm.kernels.mamba2.vectors import LANE_BLOCK, Mamba2Vectors
+from edgellm.kernels.linear.native import LinearLayer, layer_of
+from edgellm.kernels.mamba2.weights import LANE_BLOCK, Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.native import address
 
 Floats = NDArray[np.float32]
 
 
 class Mamba2Layer(ctypes.Structure):
-    """Vectors of a layer for C++; the fields are those of call.h, in their order."""
+    """Mamba-2 of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
+        ("in", LinearLayer),
         *((name, ctypes.c_void_p) for name in ("conv", "conv_bias", "dt_bias", "decay", "skip")),
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("heads", "head_dim", "state_dim", "groups", "taps")),
@@ -27,39 +29,41 @@ class Mamba2Layer(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, vectors: Mamba2Vectors | None) -> Mamba2Layer:
-        """Point at the vectors, which must outlive the structure; null pointers for None."""
-        if vectors is None:
-            return cls()
-        return cls(
-            address(vectors.conv),
-            address(vectors.conv_bias),
-            address(vectors.dt_bias),
-            address(vectors.decay),
-            address(vectors.skip),
-            address(vectors.norm),
-            vectors.heads,
-            vectors.head_dim,
-            vectors.state_dim,
-            vectors.groups,
-            vectors.taps,
-            vectors.epsilon,
-        )
+    def of(cls, weights: Mamba2Weights) -> Mamba2Layer:
+        """Point at the weights, which must outlive the structure."""
+        return _layer(layer_of(weights.mamba_in), weights.vectors)
+
+
+def _layer(linear: LinearLayer, vectors: Mamba2Vectors) -> Mamba2Layer:
+    return Mamba2Layer(
+        linear,
+        address(vectors.conv),
+        address(vectors.conv_bias),
+        address(vectors.dt_bias),
+        address(vectors.decay),
+        address(vectors.skip),
+        address(vectors.norm),
+        vectors.heads,
+        vectors.head_dim,
+        vectors.state_dim,
+        vectors.groups,
+        vectors.taps,
+        vectors.epsilon,
+    )
 
 
 class _Target(ctypes.Structure):
-    """Place of a state; the fields are those of call.h, in their order."""
+    """Place of a state; the fields are those of step/call.h, in their order."""
 
     _fields_ = [("state", ctypes.c_void_p), ("rows", ctypes.c_int32)]
 
 
-class _Span(ctypes.Structure):
+class _Rows(ctypes.Structure):
     """Rows of a sequence; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("targets", ctypes.c_void_p),
-        ("target_count", ctypes.c_int32),
         ("rows", ctypes.c_int32),
     ]
 
@@ -113,14 +117,14 @@ def mamba2(
     mixed = np.empty((len(rows), vectors.channels + 2 * padded_heads), np.float32)
     out = np.empty((len(rows), vectors.inner), np.float32)
     targets = [_targets(span, vectors) for span in spans]
-    places = (_Span * len(spans))(
+    places = (_Rows * len(spans))(
         *(
-            _Span(address(span.source), ctypes.addressof(each), len(each), end)
+            _Rows(address(span.source), ctypes.addressof(each), end)
             for span, each, end in zip(spans, targets, ends, strict=True)
         )
     )
     call = _Call(
-        Mamba2Layer.of(vectors),
+        _layer(LinearLayer(), vectors),
         ctypes.addressof(places),
         address(padded),
         address(mixed),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.mamba2.vectors import LANE_BLOCK, Mamba2Vectors
+from edgellm.kernels.mamba2.weights import LANE_BLOCK, Mamba2Vectors
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class State:
         return np.concatenate([self.rows.ravel(), blocks.swapaxes(2, 3).ravel()])
 
 
-def mamba2(rows: Floats, vectors: Mamba2Vectors, state: State) -> tuple[Floats, State]:
+def mix(rows: Floats, vectors: Mamba2Vectors, state: State) -> tuple[Floats, State]:
     """Take rows `[C, inputs]` through the convolution, the states and the gated norm.
 
     Args:

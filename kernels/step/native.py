@@ -13,6 +13,8 @@ from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
+from edgellm.kernels.mamba2 import Mamba2Weights
+from edgellm.kernels.mamba2.native import Mamba2Layer
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -37,7 +39,7 @@ from edgellm.kernels.step.weights import (
 Floats = NDArray[np.float32]
 
 # In the order of `Mixer` in call.h.
-_MIXERS = (type(None), ShortConvWeights)
+_MIXERS = (type(None), ShortConvWeights, Mamba2Weights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -69,6 +71,7 @@ class _Layer(ctypes.Structure):
         ("head_norms", NormPointers),
         ("router", _Router),
         ("short_conv", ShortConvLayer),
+        ("mamba2", Mamba2Layer),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
@@ -161,6 +164,7 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
+        Mamba2Layer.of(mixer) if isinstance(mixer, Mamba2Weights) else Mamba2Layer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.heads,

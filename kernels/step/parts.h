@@ -5,7 +5,7 @@
 #include "../kv_append/cpu.h"
 #include "../attention/cpu.h"
 #include "mlp.h"
-#include "../mamba2/cpu.h"
 #include "../experts/cpu.h"
 #include "../short_conv/cpu.h"
+#include "../mamba2/cpu.h"
 #include "cpu.h"

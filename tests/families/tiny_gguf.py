@@ -56,6 +56,17 @@ def granite_multipliers(w: gguf.GGUFWriter) -> None:
     w.add_logit_scale(2.5)
 
 
+def granite_hybrid(w: gguf.GGUFWriter) -> None:
+    w.add_head_count_kv([0, 0, 2, 0])
+    w.add_ssm_conv_kernel(4)
+    w.add_ssm_state_size(32)
+    w.add_ssm_group_count(2)
+    w.add_ssm_inner_size(128)
+    w.add_ssm_time_step_rank(8)
+    w.add_rope_scaling_finetuned(False)
+    granite_multipliers(w)
+
+
 def yarn(w: gguf.GGUFWriter) -> None:
     w.add_rope_freq_base(5000.0)
     w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -127,6 +138,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "phi3": (ARCH.PHI3, phi3, {}),
     "phi3_longrope": (ARCH.PHI3, longrope, {}),
     "granite": (ARCH.GRANITE, granite, {}),
+    "granitemoehybrid_mamba": (ARCH.GRANITE_HYBRID, granite_hybrid, {}),
     "smollm3": (ARCH.SMOLLM3, theta(2e6), {}),
     "olmo2": (ARCH.OLMO2, theta(5000.0), {}),
     "olmo3": (ARCH.OLMO2, olmo3, {}),
@@ -142,7 +154,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
     "granitemoe": (ARCH.GRANITE_MOE, granite_multipliers, {}),
 }
-PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.SMOLLM3, ARCH.MISTRAL3)
+PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.GRANITE_HYBRID, ARCH.SMOLLM3, ARCH.MISTRAL3)
 PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
 
 

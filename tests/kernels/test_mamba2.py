@@ -57,7 +57,7 @@ def test_what_it_computes(compiled: ctypes.CDLL, sizes: tuple[int, ...]) -> None
     vectors = vectors_of(sizes)
     for changed in (vectors, replace(vectors, conv_bias=None)):
         rows = rows_of(changed, 40)
-        expected, state = reference.mamba2(rows, changed, reference.State.zero(changed))
+        expected, state = reference.mix(rows, changed, reference.State.zero(changed))
         out, found = alone(compiled, rows, changed)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-5)
         np.testing.assert_allclose(found, state.flat(), rtol=1e-4, atol=1e-5)
@@ -114,9 +114,9 @@ def test_softplus_of_small_and_large_steps(compiled: ctypes.CDLL) -> None:
     for step in dt:
         rows = rows_of(vectors, 1)
         rows[:, -3:] = step - vectors.dt_bias
-        expected, state = reference.mamba2(rows, vectors, reference.State.zero(vectors))
+        expected, state = reference.mix(rows, vectors, reference.State.zero(vectors))
         out, found = alone(compiled, rows, vectors)
-        np.testing.assert_allclose(found, state.flat(), rtol=2e-6)
+        np.testing.assert_allclose(found, state.flat(), rtol=1e-5)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -187,5 +187,5 @@ def test_the_reference_is_what_transformers_computes(groups: int) -> None:
         layer.in_proj = torch.nn.Identity()
         layer.out_proj = torch.nn.Identity()
         found.out = layer(torch.tensor(rows[None], dtype=torch.float64))[0].numpy()
-    expected, _ = reference.mamba2(rows, vectors, reference.State.zero(vectors))
+    expected, _ = reference.mix(rows, vectors, reference.State.zero(vectors))
     np.testing.assert_allclose(expected, found.out, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Vectors and sizes of a Mamba-2 layer (Dao and Gu, arXiv:2405.21060)."""
+"""Weights of a Mamba-2 in the fused step (Dao and Gu, arXiv:2405.21060)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
+from edgellm.kernels.linear import PackedWeights
 
 # Channels of a head whose states lie side by side, so that all instruction sets read them in order.
 LANE_BLOCK = 16
@@ -17,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Vectors:
-    """Vectors of a layer; the matrices before and behind the op are linear layers.
+    """Vectors of the op between a layer's linear layers.
 
     A row that the op takes is `[z, x, B, C, dt]`. The convolution goes over x, B and C.
 
@@ -103,3 +104,33 @@ class Mamba2Vectors:
             )
         if self.channels != self.inner + states or self.taps < 2:
             raise ValueError(f"a convolution of {self.taps} taps over {self.channels} channels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Weights:
+    """Weights of a layer's Mamba-2; see `StateMixer`.
+
+    Attributes:
+        mamba_in: projection to z, x, B, C and dt, `[inputs, E]`.
+    """
+
+    mamba_in: PackedWeights
+    vectors: Mamba2Vectors
+
+    @property
+    def linears(self) -> tuple[PackedWeights, ...]:
+        return (self.mamba_in,)
+
+    @property
+    def size(self) -> int:
+        return self.vectors.inner
+
+    @property
+    def state_size(self) -> int:
+        return self.vectors.state_size
+
+    def check(self, hidden: int) -> None:
+        self.vectors.check()
+        shape, needed = (self.mamba_in.outputs, self.mamba_in.inputs), (self.vectors.inputs, hidden)
+        if shape != needed:
+            raise ValueError(f"mamba_in is {shape}; needed is {needed}")
