@@ -56,7 +56,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
     The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
-    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps]. Mamba-2 has
+    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
+    Mamba-2 has
 
         mamba_in [N, E] (rows of z, x, B, C and dt)    conv [channels, taps]    dt_bias [H]
         decay, skip [H]: A, which is negative, and D    mamba_norm [H*D]

@@ -23,7 +23,7 @@ from edgellm.graphs.translation import with_values
 
 _MIXER = "model.layers.{}.mamba."
 _GATE_UP = Fused("model.layers.{}.shared_mlp.input_linear.weight", ("gate", "up"))
-# The length of a chunk changes nothing but the speed; a token uses experts of models that have some.
+# Sizes of experts, which some models have, and of chunks, which change the speed alone.
 _UNUSED = ("intermediate_size", "mamba_chunk_size", "num_experts_per_tok")
 _DEFAULTS = {
     "mamba_d_conv": 4,

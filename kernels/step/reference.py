@@ -13,9 +13,9 @@ from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
-from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2 import reference as mamba2
+from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
 

@@ -154,7 +154,16 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
     "granitemoe": (ARCH.GRANITE_MOE, granite_multipliers, {}),
 }
-PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.GRANITE_HYBRID, ARCH.SMOLLM3, ARCH.MISTRAL3)
+PERMUTED = (
+    ARCH.LLAMA,
+    ARCH.GRANITE,
+    ARCH.GRANITE_MOE,
+    ARCH.GRANITE_HYBRID,
+    ARCH.SMOLLM3,
+    ARCH.MISTRAL3,
+)
+# Matrices that are never quantized.
+_SSM_FLOATS = ("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight")
 PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
 
 
@@ -176,7 +185,10 @@ def convert(
     keys(writer)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
-    for key, values in stacked(load_file(folder / "model.safetensors")).items():
+    loaded = load_file(folder / "model.safetensors")
+    if arch == ARCH.GRANITE_HYBRID:
+        loaded = hybrid(loaded, config)
+    for key, values in stacked(loaded).items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
@@ -184,8 +196,8 @@ def convert(
             values = permuted(values, heads)
         tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        router = name.endswith("ffn_gate_inp.weight")
-        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 or router else kind
+        kept = values.ndim == 1 or name.endswith(("ffn_gate_inp.weight", *_SSM_FLOATS))
+        stored = gguf.GGMLQuantizationType.F32 if kept else kind
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
         )
@@ -241,6 +253,27 @@ def stacked(tensors: Tensors) -> Tensors:
         else:
             left[key] = values
     return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
+
+
+def hybrid(tensors: Tensors, config: Any) -> Tensors:
+    """With gate and up apart, and vectors of Mamba-2 as `Mamba2Model` of the converter has them."""
+    left: Tensors = {}
+    for key, values in tensors.items():
+        module, _, part = key.removesuffix(".weight").rpartition(".")
+        if part == "input_linear":
+            for name, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
+                left[f"{module.replace('shared_mlp', 'mlp')}.{name}.weight"] = rows
+        elif part == "output_linear":
+            left[f"{module.replace('shared_mlp', 'mlp')}.down_proj.weight"] = values
+        elif part == "dt_bias":
+            left[f"{module}.dt_proj.bias"] = values
+        elif part in ("A_log", "D"):
+            left[key] = (-np.exp(values) if part == "A_log" else values)[:, None]
+        elif key.endswith("mamba.norm.weight"):
+            left[key] = values.reshape(config.mamba_n_groups, -1)
+        else:
+            left[key] = values.squeeze()
+    return left
 
 
 def _expert(key: str) -> int:

@@ -41,7 +41,7 @@ def test_a_config_with_all_its_defaults_is_the_same(tmp_path: Path, name: str) -
     model = make(name, tmp_path)
     config = open_checkpoint(tmp_path).config
     values = json.dumps(model.config.to_dict(), default=str)
-    (tmp_path / "config.json").write_text(values.replace("Infinity", "1e9"))
+    (tmp_path / "config.json").write_text(values)
     assert open_checkpoint(tmp_path).config == config
 
 
