@@ -51,15 +51,24 @@ def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
 
 
-def _mamba2(mixer: Mamba2, parts: dict[str, Any]) -> dict[str, Any]:
-    vectors = Mamba2Vectors(
-        conv=np.ascontiguousarray(parts.pop("conv").T),
-        conv_bias=parts.pop("conv_bias", None),
-        **{name: parts.pop(name) for name in ("dt_bias", "decay", "skip")},
-        norm=parts.pop("mamba_norm"),
+def mamba2_vectors(mixer: Mamba2, vector: Callable[[str], NDArray[np.float32]]) -> Mamba2Vectors:
+    """Return the vectors of a Mamba-2.
+
+    Args:
+        vector: gives a vector by its name within the layer.
+    """
+    return Mamba2Vectors(
+        conv=np.ascontiguousarray(vector("conv").T),
+        conv_bias=vector("conv_bias") if mixer.conv_bias else None,
+        **{name: vector(name) for name in ("dt_bias", "decay", "skip")},
+        norm=vector("mamba_norm"),
         groups=mixer.groups,
         epsilon=mixer.norm_eps,
     )
+
+
+def _mamba2(mixer: Mamba2, parts: dict[str, Any]) -> dict[str, Any]:
+    vectors = mamba2_vectors(mixer, parts.pop)
     return {"mixer": Mamba2Weights(mamba_in=parts.pop("mamba_in"), vectors=vectors)}
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.backends.packed_weights import mamba2_vectors
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2, Mlp, Rope, ShortConv
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
 from edgellm.kernels.experts import Routing
+from edgellm.kernels.mamba2 import reference
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.step.reference import activate, head_norm, norm
 
@@ -50,6 +52,7 @@ def _layer(norms: Any = "pre", *, mlp: Mlp = _MLP, **changes: Any) -> LayerConfi
 _GELU = replace(_MLP, activation="gelu_tanh")
 _BIASES = {"qkv_bias": True, "output_bias": True}
 # Each new part on its own, and as families have them together.
+_MAMBA = Mamba2(heads=3, head_dim=32, state_dim=48, groups=1, taps=4, norm_eps=1e-3)
 CONFIGS = {
     "llama": config_of(_layer(), _layer()),
     "biases": config_of(_layer(mlp=replace(_MLP, bias=True), **_BIASES)),
@@ -100,6 +103,25 @@ CONFIGS = {
         ),
         embedding_scale=2.0,
     ),
+    "short_conv": config_of(
+        LayerConfig(mixer=ShortConv(channels=96, taps=4), mlp=_MLP),
+        _layer(qk_norm="head", window=9),
+        LayerConfig(
+            mixer=ShortConv(channels=96, taps=2),
+            mlp=replace(_MLP, intermediate=64),
+            norms="sandwich",
+            experts=Routing(experts=3, used=2),
+        ),
+    ),
+    "mamba2": config_of(
+        LayerConfig(mixer=_MAMBA, mlp=_MLP),
+        _layer(window=9),
+        LayerConfig(
+            mixer=replace(_MAMBA, heads=4, groups=2, taps=2, conv_bias=False),
+            mlp=_MLP,
+            norms="post",
+        ),
+    ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
         norm="layer",
@@ -125,6 +147,8 @@ class RandomCheckpoint:
             values = 1 + values / 4
         else:
             values /= 2
+        if name.endswith(".decay"):
+            values = -np.exp(values)
         if spread := self._spread(name):
             values = (values.T * np.resize(spread, len(values))).T.astype(np.float32)
         return Tensor(spec.shape, "F32", lambda: values)
@@ -206,11 +230,36 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return added
 
 
-def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
-    """Attention of a whole text, before the output projection, `[n, H * D]`."""
+def short_conv(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """A short convolution of normed rows, row by row and tap by tap."""
+    name = f"layers.{layer}"
+    b, c, x = np.split(product(checkpoint, f"{name}.conv_in", x), 3, axis=1)
+    filters, mixed = checkpoint.tensor(f"{name}.conv").float32(), np.zeros_like(x)
+    for row in range(len(x)):
+        for back in range(min(row + 1, filters.shape[1])):
+            mixed[row] += filters[:, -1 - back] * b[row - back] * x[row - back]
+    return c * mixed
+
+
+def mamba2(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """The Mamba-2 of normed rows, which its own tests compare with transformers."""
+    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].mixer
+    vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
+    rows = product(checkpoint, f"{name}.mamba_in", x)
+    return reference.mix(rows, vectors, reference.State.zero(vectors))[0]
+
+
+def mix(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
+    """The mixer of a layer for a whole text, before the output projection."""
+    x = normed(checkpoint, f"layers.{layer}.attention_norm", residual)
+    mixer = checkpoint.config.layers[layer].mixer
+    return _MIXERS[type(mixer)](checkpoint, layer, x)
+
+
+def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """Attention of the normed rows of a whole text, `[n, H * D]`."""
     config, name = checkpoint.config, f"layers.{layer}"
     here, turn = config.layers[layer].attention, config.rope_of(layer)
-    x = normed(checkpoint, f"{name}.attention_norm", residual)
     q, k, v = (
         product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
         for part in "qkv"
@@ -237,13 +286,16 @@ def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
     return attended.reshape(len(x), -1)
 
 
+_MIXERS = {Attention: attend, ShortConv: short_conv, Mamba2: mamba2}
+
+
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states `[n, E]` and logits `[n, V]` of a text."""
     config = checkpoint.config
     table = checkpoint.tensor("embedding").float32().astype(np.float64)
     x = table[list(tokens)] * config.embedding_scale
     for layer in range(config.layer_count):
-        x = after_attention(checkpoint, layer, attend(checkpoint, layer, x), x)
+        x = after_attention(checkpoint, layer, mix(checkpoint, layer, x), x)
     hidden = normed(checkpoint, "final_norm", x)
     head = table if config.tied_embedding else checkpoint.tensor("head").float32()
     logits = hidden @ head.T.astype(np.float64)
