@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ k
 
 CASES = [
     *(("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")),
-    *(("granitemoehybrid_mamba", "folder"), ("granitemoehybrid_mamba", "Q8_0")),
+    ("granitemoehybrid_mamba", "Q8_0"),
 ]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
