@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../experts/memory.h"
 #include "../step/call.h"
 #include "../step/mixing.h"
 #include "../step/places.h"

@@ -202,15 +202,15 @@ private:
 };
 
 inline void mamba2(const edgellm::Mamba2Call& call) {
-    std::vector<edgellm::StateSpan> states;
-    std::vector<edgellm::Span> spans;
+    std::vector<edgellm::StateSpan> states(call.span_count);
+    std::vector<edgellm::Span> spans(call.span_count);
     edgellm::Places places{{{0, 0}}, {}, {}};
     for (int s = 0; s < call.span_count; ++s) {
-        states.push_back({call.spans[s].source, call.spans[s].targets});
-        spans.push_back({nullptr, nullptr, call.spans[s].rows, 0, 0});
+        states[s] = {call.spans[s].source, call.spans[s].targets};
+        spans[s].states = &states[s];
+        spans[s].rows = call.spans[s].rows;
         places.spans.push_back({places.spans.back().row + call.spans[s].rows, 0});
     }
-    for (int s = 0; s < call.span_count; ++s) spans[s].states = &states[s];
     edgellm::StepCall step{};
     step.spans = spans.data();
     step.span_count = call.span_count;

@@ -1,8 +1,9 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts|hybrid]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts|olmoe|hybrid]
 
-    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B, Granite-4.0-H-1B
+    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B, OLMoE 1B-7B,
+    Granite-4.0-H-1B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -44,6 +45,7 @@ SHAPES = {
     "1b": Shape(32_000, 2048, 5632, 22, 32, 4, 64),
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
     "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
+    "olmoe": Shape(50_304, 2048, 1024, 16, 16, 16, 128, "olmoe", experts=64, used=8),
     "hybrid": Shape(100_352, 1536, 4096, 40, 12, 4, 128, "granitehybrid", mamba_heads=48),
     "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
@@ -160,10 +162,12 @@ def main() -> None:
             mamba_vectors(writer, block, shape.mamba_heads, rng)
             add(f"{block}.ssm_in", shape.mamba_heads * 129 + 256, shape.hidden)
             add(f"{block}.ssm_out", shape.hidden, shape.mamba_heads * 64)
-        if shape.architecture.startswith("qwen3"):
-            for norm in ("attn_q_norm", "attn_k_norm"):
-                ones = np.ones(shape.head_dim, np.float32)
-                writer.add_tensor(f"{block}.{norm}.weight", ones)
+        if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
+            widths = {"q": shape.head_dim, "k": shape.head_dim}
+            if shape.architecture == "olmoe":
+                widths = {"q": size, "k": kv_size}
+            for part, width in widths.items():
+                writer.add_tensor(f"{block}.attn_{part}_norm.weight", np.ones(width, np.float32))
         if attends[layer]:
             add(f"{block}.attn_q", size, shape.hidden)
             add(f"{block}.attn_k", kv_size, shape.hidden)
