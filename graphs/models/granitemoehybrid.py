@@ -1,4 +1,4 @@
-"""Granite 4 without experts: Mamba-2 in most layers, attention without RoPE in the others.
+"""Granite 4: Mamba-2 in most layers, attention without RoPE in the others; some have experts.
 
 GGUF files of models with attention in all layers say `granite`.
 """
@@ -13,17 +13,20 @@ import numpy as np
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import GGUF_NAMES, HF_NAMES, Architecture, Fused, GGUFHeader
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Mamba2
+from edgellm.graphs.layer_config import Mamba2, SharedExpert
 from edgellm.graphs.layer_kinds import FULL, attending_of_gguf, mixers_of_hf, with_mixers
-from edgellm.graphs.models import granite
+from edgellm.graphs.models import granite, granitemoe
 from edgellm.graphs.rope_scaling import no_rotation
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 
 _MIXER = "model.layers.{}.mamba."
-_GATE_UP = Fused("model.layers.{}.shared_mlp.input_linear.weight", ("gate", "up"))
-# Sizes of experts, which some models have, and of chunks, which change the speed alone.
+# The MLP, which is the shared expert of models with experts.
+_GATE_UP = "model.layers.{}.shared_mlp.input_linear.weight"
+_DOWN = "model.layers.{}.shared_mlp.output_linear.weight"
+# Sizes of experts, which models without them have too, and of chunks, which change the speed alone.
 _UNUSED = ("intermediate_size", "mamba_chunk_size", "num_experts_per_tok")
 _DEFAULTS = {
     "mamba_d_conv": 4,
@@ -32,17 +35,14 @@ _DEFAULTS = {
     "mamba_expand": 2,
     "mamba_n_groups": 1,
     "mamba_n_heads": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
 }
 # Types of layers; models came with the first names, and transformers writes the second ones.
 _ATTENDS, _MAMBA = ("attention", FULL), ("mamba", "linear_attention")
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    if "num_local_experts" not in fields or fields.read(int, "num_local_experts") != 0:
-        raise UnsupportedModelError(
-            f"{fields.origin}: num_local_experts is not 0: experts of this family are not "
-            "supported (those of granitemoe are)"
-        )
     fields.require("normalization_function", "rmsnorm")
     fields.require("position_embedding_type", "rope", "nope")
     fields.require("mamba_proj_bias", False)
@@ -57,7 +57,16 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     mamba = _mamba_of_hf(fields, config) if set(types) & set(_MAMBA) else None
     if fields.optional(str, "position_embedding_type") != "rope":
         config = replace(config, ropes=(no_rotation(config.ropes[0]),))
-    return with_mixers(config, [mamba if each in _MAMBA else None for each in types])
+    config = with_mixers(config, [mamba if each in _MAMBA else None for each in types])
+    if not fields.read(int, "num_local_experts"):
+        return config
+    # the MLP is beside the experts then
+    return with_experts(
+        config,
+        routing_from_hf(fields, normalized=True),
+        intermediate=fields.read(int, "intermediate_size"),
+        shared=SharedExpert(intermediate=config.layers[0].mlp.intermediate),
+    )
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
@@ -78,7 +87,10 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         norm_eps=fields.read(float, "attention.layer_norm_rms_epsilon"),
     )
     attends = attending_of_gguf(fields, config.layer_count)
-    return with_mixers(config, [None if each else mamba for each in attends])
+    config = with_mixers(config, [None if each else mamba for each in attends])
+    if not fields.optional(int, "expert_count"):
+        return config
+    return experts_from_gguf(config, header, normalized=True)
 
 
 def _mamba_of_hf(fields: Fields, config: ModelConfig) -> Mamba2:
@@ -133,9 +145,13 @@ ARCHITECTURE = Architecture(
     config_from_gguf=config_from_gguf,
     hf_names={
         **HF_NAMES,
-        "gate": _GATE_UP,
-        "up": _GATE_UP,
-        "down": "model.layers.{}.shared_mlp.output_linear.weight",
+        **granitemoe.HF_EXPERT_NAMES,
+        "gate": Fused(_GATE_UP, ("gate", "up")),
+        "up": Fused(_GATE_UP, ("gate", "up")),
+        "down": _DOWN,
+        "shared_gate": Fused(_GATE_UP, ("shared_gate", "shared_up")),
+        "shared_up": Fused(_GATE_UP, ("shared_gate", "shared_up")),
+        "shared_down": _DOWN,
         "mamba_in": f"{_MIXER}in_proj.weight",
         "conv": f"{_MIXER}conv1d.weight",
         "conv_bias": f"{_MIXER}conv1d.bias",

@@ -109,6 +109,10 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "granitemoehybrid_mamba": ("GraniteMoeHybrid", _HYBRID),
+    "granitemoehybrid_experts": (
+        "GraniteMoeHybrid",
+        {**_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
     "granitemoehybrid_narrow": (
         "GraniteMoeHybrid",
         {

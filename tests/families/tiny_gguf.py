@@ -58,7 +58,6 @@ def granite_multipliers(w: gguf.GGUFWriter) -> None:
 
 
 def granite_hybrid(w: gguf.GGUFWriter) -> None:
-    w.add_head_count_kv([0, 0, 2, 0])
     w.add_ssm_conv_kernel(4)
     w.add_ssm_state_size(32)
     w.add_ssm_group_count(2)
@@ -66,6 +65,11 @@ def granite_hybrid(w: gguf.GGUFWriter) -> None:
     w.add_ssm_time_step_rank(8)
     w.add_rope_scaling_finetuned(False)
     granite_multipliers(w)
+
+
+def granite_hybrid_experts(w: gguf.GGUFWriter) -> None:
+    w.add_expert_shared_feed_forward_length(96)
+    granite_hybrid(w)
 
 
 def yarn(w: gguf.GGUFWriter) -> None:
@@ -172,6 +176,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "phi3_longrope": (ARCH.PHI3, longrope, {}),
     "granite": (ARCH.GRANITE, granite, {}),
     "granitemoehybrid_mamba": (ARCH.GRANITE_HYBRID, granite_hybrid, {}),
+    "granitemoehybrid_experts": (ARCH.GRANITE_HYBRID, granite_hybrid_experts, {}),
     "smollm3": (ARCH.SMOLLM3, theta(2e6), {}),
     "olmo2": (ARCH.OLMO2, theta(5000.0), {}),
     "olmo3": (ARCH.OLMO2, olmo3, {}),
@@ -260,7 +265,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     width, kv_heads = config.intermediate_size, config.num_key_value_heads
-    if config.model_type.startswith("lfm2"):
+    if config.model_type.startswith(("lfm2", "granitemoehybrid")):
         attends = [kind == "full_attention" for kind in config.layer_types]
         kv_heads = [kv_heads * each for each in attends]
     if config.model_type == "lfm2":
@@ -327,13 +332,16 @@ def stacked(tensors: Tensors) -> Tensors:
 def hybrid(tensors: Tensors, config: Any) -> Tensors:
     """With gate and up apart, and vectors of Mamba-2 as `Mamba2Model` of the converter has them."""
     left: Tensors = {}
+    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
     for key, values in tensors.items():
         module, _, part = key.removesuffix(".weight").rpartition(".")
-        if part == "input_linear":
+        if module.endswith("block_sparse_moe") or part == "layer":
+            left[key] = values
+        elif part == "input_linear":
             for name, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
-                left[f"{module.replace('shared_mlp', 'mlp')}.{name}.weight"] = rows
+                left[f"{module.replace('shared_mlp', mlp)}.{name}.weight"] = rows
         elif part == "output_linear":
-            left[f"{module.replace('shared_mlp', 'mlp')}.down_proj.weight"] = values
+            left[f"{module.replace('shared_mlp', mlp)}.down_proj.weight"] = values
         elif part == "dt_bias":
             left[f"{module}.dt_proj.bias"] = values
         elif part in ("A_log", "D"):

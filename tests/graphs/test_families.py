@@ -343,7 +343,7 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
             UnsupportedModelError,
             "head_dim of Mamba-2 is 8",
         ),
-        ("granitemoehybrid", {"num_local_experts": 4}, UnsupportedModelError, "experts"),
+        ("granitemoehybrid", {"num_local_experts": 4}, ModelFormatError, "used is 0; 1 to"),
         ("smollm3", {"no_rope_layers": [1, 1]}, ModelFormatError, "2 entries.*5 layers"),
         ("smollm3", {"use_sliding_window": True}, UnsupportedModelError, "use_sliding_window"),
         ("exaone4", {"sliding_window": 8, "layer_types": None, "sliding_window_pattern": "GL"},
