@@ -151,6 +151,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma4": "gemma4_text",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
+    "granitehybrid": "granitemoehybrid",
     "hunyuan-dense": "hunyuan_v1_dense",
     "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",

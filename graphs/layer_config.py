@@ -12,6 +12,7 @@ from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.kernels.experts import Routing
+from edgellm.kernels.mamba2 import LANE_BLOCK
 
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
 # memory before anything else refuses it.
@@ -23,6 +24,8 @@ _LARGEST = {
     "window": (1 << 31) - 1,
     "channels": 1 << 18,
     "taps": 16,
+    "state_dim": 1 << 12,
+    "groups": 1 << 12,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
@@ -163,8 +166,65 @@ class ShortConv:
         return (self.taps - 1) * self.channels
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 (Dao and Gu, arXiv:2405.21060), with a gated norm before the output projection.
+
+    Attributes:
+        state_dim: numbers of the state that each channel of a head has.
+        groups: number of B and C, each of which serves `heads / groups` heads and channels that the
+            norm takes together.
+        taps: rows that a row's convolution sees, itself included.
+        norm_eps: number added to the mean squares of the norm.
+        conv_bias: whether the convolution has a bias.
+    """
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    taps: int
+    norm_eps: float
+    conv_bias: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        if self.taps < 2:
+            raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
+        if self.heads % self.groups:
+            raise ModelFormatError(
+                f"model config: heads ({self.heads}) must be a multiple of groups ({self.groups})"
+            )
+        for name in ("head_dim", "state_dim"):
+            if getattr(self, name) % LANE_BLOCK:
+                raise UnsupportedModelError(
+                    f"model config: {name} of Mamba-2 is {getattr(self, name)}; it must be a "
+                    f"multiple of {LANE_BLOCK}"
+                )
+
+    @property
+    def size(self) -> int:
+        """Width of what the output projection reads: z, x and the output."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: those of x, B and C."""
+        return self.size + 2 * self.groups * self.state_dim
+
+    @property
+    def inputs(self) -> int:
+        """Width of the input projection: z, then x, B and C, then a step for each head."""
+        return self.size + self.channels + self.heads
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state: x, B and C of the last rows, and the states of all channels."""
+        return (self.taps - 1) * self.channels + self.size * self.state_dim
+
+
 # What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
-Mixer = Attention | ShortConv
+Mixer = Attention | ShortConv | Mamba2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2, Mixer, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, matrix whose rows are looked up
@@ -59,6 +59,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
     The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
     short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
+    Mamba-2 has
+
+        mamba_in [N, E] (rows of z, x, B, C and dt)    conv [channels, taps]    dt_bias [H]
+        decay, skip [H]: A, which is negative, and D    mamba_norm [H*D]
+
     A layer with X experts has a router [X, E], router_bias and selection_bias [X] before the gate,
     and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
     behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
@@ -126,9 +131,21 @@ def _short_conv_tensors(conv: ShortConv, e: int) -> Iterator[TensorSpec]:
     yield TensorSpec("o", (e, conv.size), "linear")
 
 
+def _mamba2_tensors(mamba: Mamba2, e: int) -> Iterator[TensorSpec]:
+    yield TensorSpec("mamba_in", (mamba.inputs, e), "linear")
+    yield TensorSpec("conv", (mamba.channels, mamba.taps), "vector")
+    if mamba.conv_bias:
+        yield TensorSpec("conv_bias", (mamba.channels,), "vector")
+    for name in ("dt_bias", "decay", "skip"):
+        yield TensorSpec(name, (mamba.heads,), "vector")
+    yield TensorSpec("mamba_norm", (mamba.size,), "vector")
+    yield TensorSpec("o", (e, mamba.size), "linear")
+
+
 _MIXERS: Mapping[type[Mixer], Callable[[Any, int], Iterator[TensorSpec]]] = {
     Attention: _attention_tensors,
     ShortConv: _short_conv_tensors,
+    Mamba2: _mamba2_tensors,
 }
 
 

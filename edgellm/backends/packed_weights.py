@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
-from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mamba2, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
+from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
@@ -51,10 +52,32 @@ def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
 
 
+def mamba2_vectors(mixer: Mamba2, vector: Callable[[str], NDArray[np.float32]]) -> Mamba2Vectors:
+    """Return the vectors of a Mamba-2.
+
+    Args:
+        vector: gives a vector by its name within the layer.
+    """
+    return Mamba2Vectors(
+        conv=np.ascontiguousarray(vector("conv").T),
+        conv_bias=vector("conv_bias") if mixer.conv_bias else None,
+        **{name: vector(name) for name in ("dt_bias", "decay", "skip")},
+        norm=vector("mamba_norm"),
+        groups=mixer.groups,
+        epsilon=mixer.norm_eps,
+    )
+
+
+def _mamba2(mixer: Mamba2, parts: dict[str, Any]) -> dict[str, Any]:
+    vectors = mamba2_vectors(mixer, parts.pop)
+    return {"mixer": Mamba2Weights(mamba_in=parts.pop("mamba_in"), vectors=vectors)}
+
+
 # Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
 _MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     Attention: _attention,
     ShortConv: _short_conv,
+    Mamba2: _mamba2,
 }
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
-from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mamba2, Mixer, ShortConv
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.experts.reference import shares
 from edgellm.kernels.quantized import dequantize
@@ -25,7 +25,7 @@ Floats = NDArray[np.float32]
 # The residual before layer 0 [n, E], and rows of tokens' embeddings for each layer [n, layers * P].
 FIRST, EMBEDDINGS = "first", "embeddings"
 # Kind of mixer that does not attend -> its input projections.
-_INPUTS: Mapping[type[Mixer], Sequence[str]] = {ShortConv: ("conv_in",)}
+_INPUTS: Mapping[type[Mixer], Sequence[str]] = {ShortConv: ("conv_in",), Mamba2: ("mamba_in",)}
 
 
 class ExpertSegment:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
+from edgellm.backends.packed_weights import mamba2_vectors
 from edgellm.errors import ModelFormatError
 from edgellm.export.float_experts import EMBEDDINGS, ExpertSegment, layer_embeddings
 from edgellm.export.precisions import PRECISIONS
@@ -29,9 +30,10 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
-from edgellm.graphs.layer_config import Mixer, ShortConv
+from edgellm.graphs.layer_config import Mamba2, Mixer, ShortConv
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
+from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.machine import usable_cores
 
@@ -103,7 +105,22 @@ def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
     return lambda rows: short_conv.mix(rows.astype(np.float64), filters).astype(np.float32)
 
 
-_MIXERS: Mapping[type[Mixer], Callable[[Checkpoint, str], Mix]] = {ShortConv: _short_conv}
+def _mamba2(checkpoint: Checkpoint, name: str) -> Mix:
+    mixer = checkpoint.config.layers[int(name.rpartition(".")[2])].mixer
+    assert isinstance(mixer, Mamba2)
+    vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
+
+    def mix(rows: Floats) -> Floats:
+        start = mamba2.State.zero(vectors)
+        return mamba2.mix(rows.astype(np.float64), vectors, start)[0].astype(np.float32)
+
+    return mix
+
+
+_MIXERS: Mapping[type[Mixer], Callable[[Checkpoint, str], Mix]] = {
+    ShortConv: _short_conv,
+    Mamba2: _mamba2,
+}
 
 # A function from a segment's inputs to its outputs, both by name.
 FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]

@@ -30,9 +30,9 @@ def config_from_hf(fields: Fields, *, intermediate: str = "intermediate_size") -
     return _multiplied(llama.config_from_hf(fields, intermediate=intermediate), fields, _HF)
 
 
-def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+def config_from_gguf(header: GGUFHeader, *, hybrid: bool = False) -> ModelConfig:
     fields = header.fields
-    config = llama.config_from_gguf(header)
+    config = llama.config_from_gguf(header, hybrid=hybrid)
     fields.ignore(*_GGUF_UNUSED)
     # a file without a scale of scores has the usual one
     fields.assume({_GGUF[0]: 1.0, _GGUF[1]: 1.0, _GGUF[2]: config.head_dim**-0.5, _GGUF[3]: 1.0})

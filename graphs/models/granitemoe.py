@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.graphs.architecture import HF_NAMES, Architecture, Fused, GGUFHeader
+from edgellm.graphs.architecture import HF_NAMES, Architecture, Fused, GGUFHeader, Names
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
 from edgellm.graphs.fields import Fields
@@ -21,16 +21,17 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     return experts_from_gguf(granite.config_from_gguf(header), header, normalized=True)
 
 
+HF_EXPERT_NAMES: Names = {
+    "router": f"{_EXPERTS}router.layer.weight",
+    "expert_gate": _GATE_UP,
+    "expert_up": _GATE_UP,
+    "expert_down": f"{_EXPERTS}output_linear.weight",
+}
+
 ARCHITECTURE = Architecture(
     config_from_hf=config_from_hf,
     config_from_gguf=config_from_gguf,
-    hf_names={
-        **HF_NAMES,
-        "router": f"{_EXPERTS}router.layer.weight",
-        "expert_gate": _GATE_UP,
-        "expert_up": _GATE_UP,
-        "expert_down": f"{_EXPERTS}output_linear.weight",
-    },
+    hf_names={**HF_NAMES, **HF_EXPERT_NAMES},
     gguf_interleaved_rope=True,
     hf_fold=granite.fold_hf,
     gguf_fold=granite.fold_gguf,

@@ -27,6 +27,8 @@ void edgellm_attend(const edgellm::AttendCall* call) { EDGELLM_CALL(attend(*call
 
 void edgellm_linear(const edgellm::LinearCall* call) { EDGELLM_CALL(linear(*call)) }
 
+void edgellm_mamba2(const edgellm::Mamba2Call* call) { EDGELLM_CALL(mamba2(*call)) }
+
 double edgellm_bare_products(int32_t threads, int32_t turns) { EDGELLM_CALL(bare_products(threads, turns)) }
 
 int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }

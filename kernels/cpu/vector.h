@@ -46,6 +46,19 @@ inline __attribute__((always_inline)) void unrolled(const Body& body) {
     unrolled(std::make_integer_sequence<int, N>{}, body);
 }
 
+// a * b + c, rounded once wherever there is an instruction for it, however the compiler puts operations together.
+inline Vec fused(Vec a, Vec b, Vec c) {
+#if defined(EDGELLM_VNNI512)
+    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(EDGELLM_AVX2)
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(EDGELLM_ARM)
+    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // Integer sums that are to be scaled start from ZERO: such a sum, below 2^22, read as the bits of a float
 // is 1.5 * 2^23 more than itself, so one fused operation converts and scales it, and rounds once.
 #if defined(EDGELLM_VNNI512) || defined(EDGELLM_AVX2) || defined(EDGELLM_NEON)

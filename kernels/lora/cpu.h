@@ -3,19 +3,6 @@
 // A row's input is taken as it is before it is rounded. A row is computed alone in its adapter's matrices, up to ROWS
 // of them at a time in the same order of sums, so its bits do not depend on the others.
 
-// a * b + c, rounded once where the processor can: the compiler might choose otherwise in each copy of a loop.
-inline Vec fused(Vec a, Vec b, Vec c) {
-#if defined(EDGELLM_VNNI512)
-    return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(EDGELLM_AVX2)
-    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(EDGELLM_NEON)
-    return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
-#else
-    return a * b + c;
-#endif
-}
-
 // The two bfloat16 of each lane.
 struct Pairs {
     Vec low, high;

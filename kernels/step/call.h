@@ -6,12 +6,13 @@
 #include "../kv_append/call.h"
 #include "../linear/call.h"
 #include "../lora/call.h"
+#include "../mamba2/call.h"
 #include "../short_conv/call.h"
 
 namespace edgellm {
 
 enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
-enum Mixer : int32_t { ATTENTION, SHORT_CONV };
+enum Mixer : int32_t { ATTENTION, SHORT_CONV, MAMBA2 };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
 struct Norm {
@@ -42,6 +43,7 @@ struct Layer {
     const float* sinks;    // [heads]
     LayerInput input;
     ShortConv short_conv;
+    Mamba2 mamba2;
     float scale, softcap;  // of the scores; softcap 0: none
     float output_scale;    // of the residual, at the end of the layer
     int32_t heads, window, rope, activation;
@@ -52,7 +54,10 @@ struct Layer {
     bool has_own_kv() const { return k.panels != nullptr; }
     bool has_input() const { return input.gate.panels != nullptr; }
     // What the mixer's input projections give for a row.
-    int mixed_outputs() const { return attends() ? q.outputs + 2 * k.outputs : short_conv.in.outputs; }
+    int mixed_outputs() const {
+        if (mixer == MAMBA2) return mamba2.inputs();
+        return attends() ? q.outputs + 2 * k.outputs : short_conv.in.outputs;
+    }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }

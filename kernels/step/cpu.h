@@ -3,7 +3,8 @@
 // Buffers of a step, cut out of the caller's workspace. Each begins with a cache line, so that threads
 // do not write to each other's.
 struct Buffers {
-    float *residual, *branch, *mixed, *q, *parts;  // branch: what a norm takes before it is added
+    float *residual, *branch, *mixed, *parts;  // branch: what a norm takes before it is added
+    float* q;                                  // rotated queries, or rows behind a convolution
     edgellm::Rows x, first{};  // first: what enters layer 0, for layers that have embeddings of their own
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
@@ -14,12 +15,13 @@ struct Buffers {
     Buffers(const edgellm::StepCall& call, const edgellm::Places& places, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
-        int mixed_outputs = 0, width = 0, intermediate = 0;
+        int mixed_outputs = 0, width = 0, wide = 0, intermediate = 0;
         bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
             width = std::max(width, layer.o.inputs);
+            wide = std::max(wide, layer.mixer == edgellm::MAMBA2 ? layer.mamba2.mixed() : layer.o.inputs);
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight || layer.has_input();
             inputs = inputs || layer.has_input();
@@ -37,7 +39,7 @@ struct Buffers {
         residual = floats(size_t(rows) * m.hidden);
         branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
         mixed = floats(size_t(rows) * mixed_outputs);
-        q = floats(size_t(rows) * width);
+        q = floats(size_t(rows) * wide);
         parts = floats(sums);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
@@ -84,6 +86,8 @@ public:
             const edgellm::Layer& layer = model_.layers[l];
             if (layer.mixer == edgellm::SHORT_CONV)
                 run_short_conv(worker, layer, l);
+            else if (layer.mixer == edgellm::MAMBA2)
+                run_mamba2(worker, layer, l);
             else
                 run_attention(worker, layer, l);
             const Changed o{&layer, &edgellm::LayerChanges::o};
@@ -148,6 +152,23 @@ private:
         enter_layer(worker, l, conv.in);
         multiply(worker, {{&conv.in, b_.mixed}}, b_.x, conv.in.outputs, false);
         short_conv(worker, conv, mixing(layer));
+    }
+
+    void run_mamba2(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::Mixing mixing_here = mixing(layer);
+        const Mamba2 op(layer.mamba2, mixing_here, b_.q);
+        enter_layer(worker, l, layer.mamba2.in);
+        multiply(worker, {{&layer.mamba2.in, b_.mixed}}, b_.x, layer.mixed_outputs(), false);
+        op.mix(worker);
+        op.scan(worker);
+        every_row(
+            worker,
+            [&](int r) {
+                float* out = static_cast<float*>(edgellm::scratch(4 * size_t(layer.o.inputs)));
+                op.finish(r, out);
+                quantize_groups(out, 0, layer.o.inputs / edgellm::GROUP, mixing_here.out, r, false);
+            },
+            weights(layer.o));
     }
 
     void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {

@@ -17,6 +17,8 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.lora.native import NativeAdapter
+from edgellm.kernels.mamba2 import Mamba2Weights
+from edgellm.kernels.mamba2.native import Mamba2Layer
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -43,7 +45,7 @@ from edgellm.kernels.step.weights import (
 Floats = NDArray[np.float32]
 
 # In the order of `Mixer` in call.h.
-_MIXERS = (type(None), ShortConvWeights)
+_MIXERS = (type(None), ShortConvWeights, Mamba2Weights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -115,6 +117,7 @@ class _Layer(ctypes.Structure):
         ("sinks", ctypes.c_void_p),
         ("input", _LayerInput),
         ("short_conv", ShortConvLayer),
+        ("mamba2", Mamba2Layer),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "mixer", "state_size")),
@@ -208,6 +211,7 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         address(layer.sinks),
         _LayerInput.of(layer.input),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
+        Mamba2Layer.of(mixer) if isinstance(mixer, Mamba2Weights) else Mamba2Layer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.output_scale,

@@ -9,4 +9,5 @@
 #include "layer_input.h"
 #include "../experts/cpu.h"
 #include "../short_conv/cpu.h"
+#include "../mamba2/cpu.h"
 #include "cpu.h"

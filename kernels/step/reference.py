@@ -15,6 +15,8 @@ from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.lora import LowRank
 from edgellm.kernels.lora.reference import change
+from edgellm.kernels.mamba2 import Mamba2Weights
+from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
@@ -192,6 +194,9 @@ def _attention(
 
 def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
     """Compute what a mixer with states gives for all rows of a sequence, from its start."""
+    if isinstance(mixer, Mamba2Weights):
+        vectors = mixer.vectors
+        return mamba2.mix(product(x, "mamba_in"), vectors, mamba2.State.zero(vectors))[0]
     return short_conv.mix(product(x, "conv_in"), mixer.filters)
 
 

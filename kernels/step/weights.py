@@ -14,6 +14,7 @@ from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
 from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks
 
@@ -23,7 +24,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 # Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
 # projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
 # `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
-StateMixer = ShortConvWeights
+StateMixer = ShortConvWeights | Mamba2Weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts|olmoe]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts|olmoe|hybrid]
 
-    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B, OLMoE 1B-7B
+    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B, OLMoE 1B-7B,
+    Granite-4.0-H-1B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -34,6 +35,10 @@ class Shape:
     architecture: str = "llama"
     experts: int = 0
     used: int = 0
+    mamba_heads: int = 0  # of 64 channels with 128 numbers, in nine of ten layers
+
+    def attends(self, layer: int) -> bool:
+        return not self.mamba_heads or layer % 10 == 5
 
 
 SHAPES = {
@@ -41,6 +46,7 @@ SHAPES = {
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
     "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
     "olmoe": Shape(50_304, 2048, 1024, 16, 16, 16, 128, "olmoe", experts=64, used=8),
+    "hybrid": Shape(100_352, 1536, 4096, 40, 12, 4, 128, "granitehybrid", mamba_heads=48),
     "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
 
@@ -74,6 +80,28 @@ def vocabulary(size: int) -> tuple[list[str], list[int]]:
     return tokens, [gguf.TokenType.NORMAL] * (size - 1) + [gguf.TokenType.CONTROL]
 
 
+def mamba_keys(writer: gguf.GGUFWriter, heads: int) -> None:
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_state_size(128)
+    writer.add_ssm_group_count(1)
+    writer.add_ssm_inner_size(heads * 64)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_rope_scaling_finetuned(False)
+
+
+def mamba_vectors(
+    writer: gguf.GGUFWriter, block: str, heads: int, rng: np.random.Generator
+) -> None:
+    channels = heads * 64 + 256
+    convolution = rng.standard_normal((channels, 4), np.float32)
+    writer.add_tensor(f"{block}.ssm_conv1d.weight", convolution)
+    writer.add_tensor(f"{block}.ssm_conv1d.bias", np.zeros(channels, np.float32))
+    writer.add_tensor(f"{block}.ssm_dt.bias", np.full(heads, -2, np.float32))
+    writer.add_tensor(f"{block}.ssm_a", -np.arange(1, heads + 1, dtype=np.float32)[:, None])
+    writer.add_tensor(f"{block}.ssm_d", np.ones((heads, 1), np.float32))
+    writer.add_tensor(f"{block}.ssm_norm.weight", np.ones((1, heads * 64), np.float32))
+
+
 def main() -> None:
     target = Path(sys.argv[1])
     name = sys.argv[2] if len(sys.argv) > 2 else "1b"
@@ -91,7 +119,11 @@ def main() -> None:
         writer.add_expert_used_count(shape.used)
         writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
+    attends = [shape.attends(layer) for layer in range(shape.layers)]
+    kv_heads = [shape.kv_heads if each else 0 for each in attends]
+    writer.add_head_count_kv(shape.kv_heads if all(attends) else kv_heads)
+    if shape.mamba_heads:
+        mamba_keys(writer, shape.mamba_heads)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
@@ -116,7 +148,7 @@ def main() -> None:
             name, data = f"{name}_exps", data.reshape(experts, rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
-    for table in ("token_embd", "output"):
+    for table in ("token_embd", "output")[: 1 if shape.mamba_heads else 2]:
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(
             f"{table}.weight", q8_0(rng, shape.vocabulary, shape.hidden), raw_dtype=kind
@@ -126,16 +158,21 @@ def main() -> None:
         size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"{block}.{norm}.weight", np.ones(shape.hidden, np.float32))
+        if not attends[layer]:
+            mamba_vectors(writer, block, shape.mamba_heads, rng)
+            add(f"{block}.ssm_in", shape.mamba_heads * 129 + 256, shape.hidden)
+            add(f"{block}.ssm_out", shape.hidden, shape.mamba_heads * 64)
         if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
             widths = {"q": shape.head_dim, "k": shape.head_dim}
             if shape.architecture == "olmoe":
                 widths = {"q": size, "k": kv_size}
             for part, width in widths.items():
                 writer.add_tensor(f"{block}.attn_{part}_norm.weight", np.ones(width, np.float32))
-        add(f"{block}.attn_q", size, shape.hidden)
-        add(f"{block}.attn_k", kv_size, shape.hidden)
-        add(f"{block}.attn_v", kv_size, shape.hidden)
-        add(f"{block}.attn_output", shape.hidden, size)
+        if attends[layer]:
+            add(f"{block}.attn_q", size, shape.hidden)
+            add(f"{block}.attn_k", kv_size, shape.hidden)
+            add(f"{block}.attn_v", kv_size, shape.hidden)
+            add(f"{block}.attn_output", shape.hidden, size)
         if shape.experts:
             router = rng.standard_normal((shape.experts, shape.hidden), np.float32)
             writer.add_tensor(f"{block}.ffn_gate_inp.weight", router / shape.hidden**0.5)

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from edgellm.backends.packed_weights import mamba2_vectors
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, ShortConv
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2, Mlp, Rope, ShortConv
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
 from edgellm.kernels.experts import Routing
+from edgellm.kernels.mamba2 import reference
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.step.reference import activate, gated, head_norm, norm
 
@@ -50,6 +52,7 @@ def _layer(norms: Any = "pre", *, mlp: Mlp = _MLP, **changes: Any) -> LayerConfi
 _GELU = replace(_MLP, activation="gelu_tanh")
 _BIASES = {"qkv_bias": True, "output_bias": True}
 # Each new part on its own, and as families have them together.
+_MAMBA = Mamba2(heads=3, head_dim=32, state_dim=48, groups=1, taps=4, norm_eps=1e-3)
 CONFIGS = {
     "llama": config_of(_layer(), _layer()),
     "biases": config_of(_layer(mlp=replace(_MLP, bias=True), **_BIASES)),
@@ -110,6 +113,15 @@ CONFIGS = {
             experts=Routing(experts=3, used=2),
         ),
     ),
+    "mamba2": config_of(
+        LayerConfig(mixer=_MAMBA, mlp=_MLP),
+        _layer(window=9),
+        LayerConfig(
+            mixer=replace(_MAMBA, heads=4, groups=2, taps=2, conv_bias=False),
+            mlp=_MLP,
+            norms="post",
+        ),
+    ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
         norm="layer",
@@ -135,6 +147,8 @@ class RandomCheckpoint:
             values = 1 + values / 4
         else:
             values /= 2
+        if name.endswith(".decay"):
+            values = -np.exp(values)
         if spread := self._spread(name):
             values = (values.T * np.resize(spread, len(values))).T.astype(np.float32)
         return Tensor(spec.shape, "F32", lambda: values)
@@ -245,6 +259,14 @@ def short_conv(checkpoint: Any, layer: int, x: np.ndarray, _: Kept) -> np.ndarra
     return c * mixed
 
 
+def mamba2(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
+    """The Mamba-2 of normed rows, which its own tests compare with transformers."""
+    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].mixer
+    vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
+    rows = product(checkpoint, f"{name}.mamba_in", x)
+    return reference.mix(rows, vectors, reference.State.zero(vectors))[0]
+
+
 def mix(checkpoint: Any, layer: int, residual: np.ndarray, kept: Kept) -> np.ndarray:
     """The mixer of a layer for a whole text, before the output projection.
 
@@ -253,7 +275,7 @@ def mix(checkpoint: Any, layer: int, residual: np.ndarray, kept: Kept) -> np.nda
     """
     x = normed(checkpoint, f"layers.{layer}.attention_norm", residual)
     mixer = checkpoint.config.layers[layer].mixer
-    return {Attention: attend, ShortConv: short_conv}[type(mixer)](checkpoint, layer, x, kept)
+    return _MIXERS[type(mixer)](checkpoint, layer, x, kept)
 
 
 def attend(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
@@ -308,6 +330,9 @@ def layer_embedding(
     )
     added = product(checkpoint, f"{name}layer_output", gate * e)
     return normed(checkpoint, f"{name}post_layer_norm", added)
+
+
+_MIXERS = {Attention: attend, ShortConv: short_conv, Mamba2: mamba2}
 
 
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,9 +10,9 @@ from tiny_families import FAMILIES
 TRITON = ("gemma3_text",)
 WITH_EXPERTS = (
     *("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "granitemoehybrid_experts"),
 )
-WITH_STATES = ("lfm2", "lfm2_narrow")
+WITH_STATES = ("lfm2", "lfm2_narrow", "granitemoehybrid_mamba", "granitemoehybrid_narrow")
 SHARING = ("gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*WITH_EXPERTS, *WITH_STATES, *SHARING)
 

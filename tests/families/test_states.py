@@ -37,7 +37,10 @@ from edgellm.store.import_summary import imported
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ kernels")
 
-CASES = [("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")]
+CASES = [
+    *(("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")),
+    ("granitemoehybrid_mamba", "Q8_0"),
+]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 # The largest error of a logit, over the largest logit: without a tap it is 0.2 or more.

@@ -55,6 +55,20 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+_HYBRID = {
+    **_MULTIPLIERS,
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-3,
+}
 # Name -> class of transformers without `Config` and `ForCausalLM`, and what its config says.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT}),
@@ -119,6 +133,27 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "position_embedding_type": "rope",
             "mamba_n_heads": 8,
             "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoehybrid_mamba": ("GraniteMoeHybrid", _HYBRID),
+    "granitemoehybrid_experts": (
+        "GraniteMoeHybrid",
+        {**_HYBRID, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
+    ),
+    "granitemoehybrid_narrow": (
+        "GraniteMoeHybrid",
+        {
+            **_HYBRID,
+            "num_hidden_layers": 3,
+            "layer_types": ["attention", "mamba", "mamba"],
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 2,
+            "mamba_d_head": 64,
+            "mamba_d_state": 48,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 2,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": False,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),

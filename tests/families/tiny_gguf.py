@@ -88,6 +88,21 @@ def granite_multipliers(w: gguf.GGUFWriter) -> None:
     w.add_logit_scale(2.5)
 
 
+def granite_hybrid(w: gguf.GGUFWriter) -> None:
+    w.add_ssm_conv_kernel(4)
+    w.add_ssm_state_size(32)
+    w.add_ssm_group_count(2)
+    w.add_ssm_inner_size(128)
+    w.add_ssm_time_step_rank(8)
+    w.add_rope_scaling_finetuned(False)
+    granite_multipliers(w)
+
+
+def granite_hybrid_experts(w: gguf.GGUFWriter) -> None:
+    w.add_expert_shared_feed_forward_length(96)
+    granite_hybrid(w)
+
+
 def yarn(w: gguf.GGUFWriter) -> None:
     w.add_rope_freq_base(5000.0)
     w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -193,6 +208,8 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "phi3": (ARCH.PHI3, phi3, {}),
     "phi3_longrope": (ARCH.PHI3, longrope, {}),
     "granite": (ARCH.GRANITE, granite, {}),
+    "granitemoehybrid_mamba": (ARCH.GRANITE_HYBRID, granite_hybrid, {}),
+    "granitemoehybrid_experts": (ARCH.GRANITE_HYBRID, granite_hybrid_experts, {}),
     "smollm3": (ARCH.SMOLLM3, theta(2e6), {}),
     "olmo2": (ARCH.OLMO2, theta(5000.0), {}),
     "olmo3": (ARCH.OLMO2, olmo3, {}),
@@ -213,7 +230,19 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "glm4_moe": (ARCH.GLM4_MOE, glm4_moe, {}),
     "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
 }
-PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.SMOLLM3, ARCH.MISTRAL3)
+PERMUTED = (
+    ARCH.LLAMA,
+    ARCH.GRANITE,
+    ARCH.GRANITE_MOE,
+    ARCH.GRANITE_HYBRID,
+    ARCH.SMOLLM3,
+    ARCH.MISTRAL3,
+)
+# Matrices that are never quantized.
+_EXACT = (
+    *("ffn_gate_inp.weight", "shortconv.conv.weight"),
+    *("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
+)
 PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
 
 
@@ -236,7 +265,10 @@ def convert(
     keys(writer)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
-    for key, values in stacked(load_file(folder / "model.safetensors")).items():
+    loaded = load_file(folder / "model.safetensors")
+    if arch == ARCH.GRANITE_HYBRID:
+        loaded = hybrid(loaded, config)
+    for key, values in stacked(loaded).items():
         if key.endswith("layer_scalar"):  # a vector without a suffix
             key += ".weight"
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
@@ -248,7 +280,7 @@ def convert(
             values = values.squeeze(1)
         tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        exact = name.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight"))
+        exact = name.endswith(_EXACT)
         stored = kind if name.endswith(".weight") and values.ndim > 1 and not exact else F32
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
@@ -269,7 +301,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     width, kv_heads = config.intermediate_size, config.num_key_value_heads
-    if config.model_type.startswith("lfm2"):
+    if config.model_type.startswith(("lfm2", "granitemoehybrid")):
         attends = [kind == "full_attention" for kind in config.layer_types]
         kv_heads = [kv_heads * each for each in attends]
     if config.model_type == "lfm2":
@@ -331,6 +363,30 @@ def stacked(tensors: Tensors) -> Tensors:
         else:
             left[key] = values
     return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
+
+
+def hybrid(tensors: Tensors, config: Any) -> Tensors:
+    """With gate and up apart, and vectors of Mamba-2 as `Mamba2Model` of the converter has them."""
+    left: Tensors = {}
+    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
+    for key, values in tensors.items():
+        module, _, part = key.removesuffix(".weight").rpartition(".")
+        if module.endswith("block_sparse_moe") or part == "layer":
+            left[key] = values
+        elif part == "input_linear":
+            for name, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
+                left[f"{module.replace('shared_mlp', mlp)}.{name}.weight"] = rows
+        elif part == "output_linear":
+            left[f"{module.replace('shared_mlp', mlp)}.down_proj.weight"] = values
+        elif part == "dt_bias":
+            left[f"{module}.dt_proj.bias"] = values
+        elif part in ("A_log", "D"):
+            left[key] = (-np.exp(values) if part == "A_log" else values)[:, None]
+        elif key.endswith("mamba.norm.weight"):
+            left[key] = values.reshape(config.mamba_n_groups, -1)
+        else:
+            left[key] = values.squeeze()
+    return left
 
 
 def _of_gpt_oss(key: str, values: np.ndarray) -> Tensors:

@@ -123,6 +123,12 @@ def with_key(key: str, value: Any, keys: Keys) -> Keys:
         ("gemma2", "attention.sliding_window_pattern", -1, ModelFormatError, "-1 layers"),
         ("granite", "residual_scale", 0.0, ModelFormatError, "residual_scale"),
         ("granite", "logit_scale", 0.0, ModelFormatError, "logit_scale"),
+        (
+            *("granitemoehybrid_mamba", "rope.scaling.finetuned", True),
+            *(UnsupportedModelError, "have RoPE, as those of Bamba"),
+        ),
+        ("granitemoehybrid_mamba", "ssm.time_step_rank", 3, ModelFormatError, "128 channels"),
+        ("granitemoehybrid_mamba", "ssm.state_size", 24, UnsupportedModelError, "state_dim"),
         ("phi3_longrope", "rope.dimension_count", 32, ModelFormatError, "rope_factors_short"),
         ("phi3_longrope", "rope.scaling.attn_factor", 0.0, ModelFormatError, "attn_factor"),
         ("ministral3", "rope.scaling.factor", -4.0, ModelFormatError, "factor is -4"),

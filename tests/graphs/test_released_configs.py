@@ -395,8 +395,8 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Models with experts.
-WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
+# Models with experts, or of families that have some.
+WITH_EXPERTS: dict[str, Mapping[str, Any]] = {
     "Qwen3-30B-A3B": {
         "attention_bias": False,
         "decoder_sparse_step": 1,
@@ -481,6 +481,44 @@ WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 49155,
     },
 }
+_ATTENDING = (5, 15, 25, 35)
+WITH_EXPERTS |= {
+    "granite-4.0-h-tiny": {
+        "hidden_act": "silu",
+        "hidden_size": 1536,
+        "intermediate_size": 512,
+        "layer_types": ["attention" if i in _ATTENDING else "mamba" for i in range(40)],
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 48,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 131072,
+        "model_type": "granitemoehybrid",
+        "normalization_function": "rmsnorm",
+        "num_attention_heads": 12,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 4,
+        "num_local_experts": 64,
+        "position_embedding_type": "nope",
+        "rms_norm_eps": 1e-05,
+        "shared_intermediate_size": 1024,
+        "tie_word_embeddings": True,
+        "vocab_size": 100352,
+    },
+}
+WITH_EXPERTS["granite-4.0-h-1b"] = {
+    **WITH_EXPERTS["granite-4.0-h-tiny"],
+    "intermediate_size": 4096,
+    "num_experts_per_tok": 0,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 4096,
+}
 
 
 @pytest.mark.parametrize(
@@ -490,6 +528,8 @@ WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
         ("OLMoE-1B-7B-0924", 6.92, 1.28),
         ("Mixtral-8x7B-v0.1", 46.70, 12.88),
         ("granite-3.1-1b-a400m-base", 1.33, 0.43),
+        ("granite-4.0-h-tiny", 6.94, 1.47),
+        ("granite-4.0-h-1b", 1.46, 1.46),
     ],
 )
 def test_a_token_uses_some_of_the_experts(

@@ -14,6 +14,7 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
+from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
@@ -215,7 +216,7 @@ EXPERTS = {
     ),
 }
 # Layers that keep a state in place of K and V, beside others that attend.
-CONV = Parts(mixer="short_conv")
+CONV, MAMBA = Parts(mixer="short_conv"), Parts(mixer="mamba2")
 HYBRIDS = {
     "short_conv": Shape(4, 2, 32, layers=3, parts=CONV, odd=Shape(4, 2, 32)),
     "short_conv with experts": Shape(
@@ -229,6 +230,13 @@ HYBRIDS = {
             intermediate=32,
             parts=replace(CONV, norms="post", routing=Routing(experts=4, used=2)),
         ),
+    ),
+    "mamba2": Shape(5, 1, 32, hidden=64, layers=3, parts=MAMBA, odd=Shape(2, 2, 32)),
+    "mamba2 with groups": Shape(
+        *(2, 1, 64),
+        layers=3,
+        parts=Parts(norms="sandwich", qk_norm="head"),
+        odd=Shape(12, 3, 16, parts=replace(MAMBA, norms="post", biases=True)),
     ),
 }
 # What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
@@ -377,6 +385,8 @@ class Model:
             conv_in = self._linear(prefix + "conv_in", 3 * hidden, hidden)
             filters = self._rng.standard_normal((4, hidden)).astype("f4")
             return {"mixer": ShortConvWeights(conv_in=conv_in, filters=filters)}
+        if here.parts.mixer == "mamba2":
+            return {"mixer": self._mamba2(here, prefix)}
         width = here.heads * here.head_dim
         return {
             "q": self._linear(prefix + "q", width, self.shape.hidden),
@@ -415,6 +425,25 @@ class Model:
             return None
         table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
         return LayerTable(table=table, norm=self._vector(width, around=1.0))
+
+    def _mamba2(self, here: Shape, prefix: str) -> Mamba2Weights:
+        """KV heads stand for groups; a convolution has a bias where other parts have one."""
+        inner, state_dim = here.heads * here.head_dim, 48
+        channels = inner + 2 * here.kv_heads * state_dim
+        vectors = Mamba2Vectors(
+            conv=self._vector(4 * channels).reshape(4, channels) * 3,
+            conv_bias=self._vector(channels) if here.parts.biases else None,
+            dt_bias=self._vector(here.heads),
+            decay=-np.exp(self._vector(here.heads)),
+            skip=self._vector(here.heads, around=0.5),
+            norm=self._vector(inner, around=1.0),
+            groups=here.kv_heads,
+            epsilon=1e-3,
+        )
+        outputs = inner + channels + here.heads
+        return Mamba2Weights(
+            mamba_in=self._linear(prefix + "mamba_in", outputs, self.shape.hidden), vectors=vectors
+        )
 
     def _router(self, experts: int) -> np.ndarray:
         hidden = self.shape.hidden
