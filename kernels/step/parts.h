@@ -5,5 +5,6 @@
 #include "../kv_append/cpu.h"
 #include "../attention/cpu.h"
 #include "mlp.h"
+#include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
 #include "cpu.h"
