@@ -108,7 +108,7 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     used = f", of which a token uses {model.used_parameters / 1e6:.1f} M"
     yield "parameters", f"{model.parameters / 1e6:.1f} M{used if config.has_experts else ''}"
     yield "context", f"{config.context_length} tokens"
-    attentions = [layer.attention for layer in config.layers]
+    attentions = config.attentions.values()
     yield (
         "shape",
         f"{config.layer_count} layers, hidden {config.hidden_size}, "

@@ -125,7 +125,7 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
     "experts with biases": ("gptoss",),
     "a router of another kind": ("lfm2moe", "minimaxm2", "phimoe"),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "lfm2", "mamba", "nemotronh", "qwen35",
+        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh", "qwen35",
         "qwen3next", "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
@@ -165,8 +165,9 @@ class Architecture:
         config_from_hf, config_from_gguf: readers of the model's config; None where the family has
             no files of that format.
         hf_names, gguf_names: names of tensors in the files, by their names in `tensors.py` without
-            `layers.I.`, and with `expert_` before those that a layer's experts have; `{}` stands
-            for the layer.
+            `layers.I.`, with `expert_` before those that a layer's experts have, and with the
+            mixer's name before those that differ by mixers (`short_conv_o`); `{}` stands for the
+            layer.
         hf_interleaved_rope, gguf_interleaved_rope: whether RoPE turns neighbouring channels, so
             that rows of Q and K are reordered when they are read.
         hf_fold: changes a tensor of a Hugging Face folder, given by its canonical name, to the
@@ -241,7 +242,13 @@ def with_layers(
 def with_attention(
     config: ModelConfig, change: Callable[[int, Attention], Attention]
 ) -> ModelConfig:
-    """Return the config with each layer's attention replaced by `change(index, attention)`."""
+    """Return the config with each layer's attention replaced by `change(index, attention)`.
+
+    Layers that do not attend stay.
+    """
     return with_layers(
-        config, lambda i, layer: replace(layer, attention=change(i, layer.attention))
+        config,
+        lambda i, layer: (
+            replace(layer, mixer=change(i, layer.attention)) if layer.attends else layer
+        ),
     )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.layer_config import Attention, LayerConfig, Rope, check_sizes, shown
-from edgellm.graphs.typed_json import parse
+from edgellm.graphs.typed_json import key_of, parse
 
 _LARGEST = {
     "vocab_size": 1 << 24,
@@ -62,9 +62,15 @@ class ModelConfig:
         _check_groups("hidden_size", self.hidden_size)
 
     def _check_layers(self) -> None:
+        if not self.attentions:
+            raise UnsupportedModelError(
+                "model config: no layer attends; supported are models in which one does"
+            )
         for index, layer in enumerate(self.layers):
             _check_groups("intermediate_size", layer.mlp.intermediate)
-            _check_groups("attention_size", layer.attention.size)
+            _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
+            if not layer.attends:
+                continue
             if not 0 <= layer.attention.rope < len(self.ropes):
                 raise ModelFormatError(
                     f"model config: layer {index} names RoPE {layer.attention.rope} of "
@@ -72,9 +78,9 @@ class ModelConfig:
                 )
 
     def _check_ropes(self) -> None:
-        for layer in self.layers:
-            rotated = 2 * len(self.ropes[layer.attention.rope].inv_freq)
-            head_dim = layer.attention.head_dim
+        for attention in self.attentions.values():
+            rotated = 2 * len(self.ropes[attention.rope].inv_freq)
+            head_dim = attention.head_dim
             if not head_dim // _ROTATED_SHARE <= rotated <= head_dim:
                 raise ModelFormatError(
                     f"model config: RoPE rotates {rotated} dimensions, but a head has {head_dim}; "
@@ -86,9 +92,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """Attention of each layer that has K and V, by the layer's index."""
+        return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attends}
+
+    @property
     def attention(self) -> Attention:
-        """Attention of the first layer; that of others may differ."""
-        return self.layers[0].attention
+        """Attention of the first layer that attends; that of others may differ."""
+        return next(iter(self.attentions.values()))
 
     @property
     def heads(self) -> int:
@@ -105,7 +116,7 @@ class ModelConfig:
     @property
     def has_layers_of_one_size(self) -> bool:
         """Whether heads, their width and that of the MLP are the same in all layers."""
-        attentions = [layer.attention for layer in self.layers]
+        attentions = self.attentions.values()
         heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
         return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
 
@@ -114,19 +125,34 @@ class ModelConfig:
         """Whether some layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state in place of K and V."""
+        return not all(layer.attends for layer in self.layers)
+
+    @property
+    def native_parts(self) -> str:
+        """Name of the parts that the C++ kernels alone compute; empty: there are none."""
+        parts = {"experts": self.has_experts, "layers with states": self.has_states}
+        return " and ".join(part for part, there in parts.items() if there)
+
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        for layer in values["layers"]:  # as before there were experts: sessions name models by it
-            if layer["experts"] is None:
-                del layer["experts"]
-        return values
+        return {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
         return parse(cls, values, where="model config")
+
+
+def _layer_json(layer: LayerConfig) -> dict[str, Any]:
+    """Return a layer as before there were experts and other mixers: sessions name models by it."""
+    values = asdict(layer)
+    if layer.experts is None:
+        del values["experts"]
+    return {key_of(type(layer.mixer)): values.pop("mixer"), **values}
 
 
 def _check_groups(name: str, size: int) -> None:

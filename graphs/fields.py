@@ -99,8 +99,11 @@ class Fields:
             )
         return value
 
-    def uniform(self, key: str, *, default: int | None = None) -> int:
+    def uniform(self, key: str, *, default: int | None = None, but_zeros: bool = False) -> int:
         """Return the value of a key that may be a list with an equal entry for every layer.
+
+        Args:
+            but_zeros: whether entries of 0 do not count.
 
         Raises:
             ModelFormatError: the key is missing, and there is no default.
@@ -109,6 +112,8 @@ class Fields:
         value = self._value(key)
         if not isinstance(value, list):
             return self.read(int, key) if value is not None or default is None else default
+        if but_zeros:
+            value = [entry for entry in value if entry != 0]
         if not value or any(entry != value[0] for entry in value):
             raise UnsupportedModelError(
                 f"{self.origin}: {self.prefix}{key} = {value!r} is not supported; supported is "

@@ -21,6 +21,8 @@ _LARGEST = {
     "kv_heads": 1 << 12,
     "head_dim": 1 << 12,
     "window": (1 << 31) - 1,
+    "channels": 1 << 18,
+    "taps": 1 << 7,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
@@ -117,6 +119,38 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Gated short convolution of LFM2: `C * conv(B * x)`, each channel by itself.
+
+    Attributes:
+        channels: channels of B, C and x.
+        taps: rows that a row's convolution sees, itself included.
+    """
+
+    channels: int
+    taps: int
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        if self.taps < 2:
+            raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
+
+    @property
+    def size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.channels
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state: `B * x` of the rows that the next one's convolution sees."""
+        return (self.taps - 1) * self.channels
+
+
+# What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
+Mixer = Attention | ShortConv
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mlp:
     """MLP: `down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))` without a gate.
 
@@ -139,12 +173,13 @@ class LayerConfig:
     """Configuration of one layer.
 
     Attributes:
-        norms: place of the norms: before attention and MLP (pre), behind them, before their outputs
+        mixer: part that mixes the rows of a sequence; attention alone has K and V.
+        norms: place of the norms: before mixer and MLP (pre), behind them, before their outputs
             are added to the residual (post), or both (sandwich).
         experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
     """
 
-    attention: Attention
+    mixer: Mixer
     mlp: Mlp
     norms: Norms = "pre"
     experts: Routing | None = None
@@ -154,13 +189,29 @@ class LayerConfig:
             _check_experts(self.experts, self.mlp)
 
     @property
+    def attention(self) -> Attention:
+        """Attention of a layer that attends.
+
+        Raises:
+            TypeError: the layer has another mixer.
+        """
+        if not isinstance(self.mixer, Attention):
+            raise TypeError(f"a layer with {type(self.mixer).__name__} does not attend")
+        return self.mixer
+
+    @property
+    def attends(self) -> bool:
+        """Whether the layer has K and V, and no state."""
+        return isinstance(self.mixer, Attention)
+
+    @property
     def norms_inputs(self) -> bool:
-        """Whether the inputs of attention and MLP are normalized."""
+        """Whether the inputs of mixer and MLP are normalized."""
         return self.norms != "post"
 
     @property
     def norms_outputs(self) -> bool:
-        """Whether the outputs of attention and MLP are normalized before they are added."""
+        """Whether the outputs of mixer and MLP are normalized before they are added."""
         return self.norms != "pre"
 
 

@@ -1,4 +1,4 @@
-"""Layers with a sliding window, as model files describe them."""
+"""Layers with a sliding window or another mixer than attention, as model files describe them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.architecture import with_attention
+from edgellm.graphs.architecture import with_attention, with_layers
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Rope
+from edgellm.graphs.layer_config import Mixer, Rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -48,6 +48,39 @@ def layer_types(fields: Fields, count: int) -> list[bool] | None:
                 f"{SLIDING}"
             )
     return None if types is None else [layer_type == SLIDING for layer_type in types]
+
+
+def mixers_of_hf(fields: Fields, count: int, *, others: Sequence[str]) -> list[str] | None:
+    """Return `layer_types` of a `config.json`: attention, or one of the `others`.
+
+    None stands for a file without `layer_types`.
+
+    Raises:
+        ModelFormatError: `layer_types` has not one entry for each layer.
+        UnsupportedModelError: a layer has another type.
+    """
+    allowed = (FULL, *others)
+    types = fields.entries(str, "layer_types", count)
+    for layer_type in types or ():
+        if layer_type not in allowed:
+            raise UnsupportedModelError(
+                f"{fields.origin}: layer_types has {layer_type!r}; supported are "
+                + " and ".join(allowed)
+            )
+    return types
+
+
+def attending_of_gguf(fields: Fields, count: int) -> list[bool]:
+    """Return for each layer of a GGUF file whether it attends: others have 0 KV heads."""
+    key = "attention.head_count_kv"
+    if not fields.holds(list, key):
+        return [True] * count
+    return [heads != 0 for heads in fields.entries(int, key, count) or []]
+
+
+def with_mixers(config: ModelConfig, mixers: Sequence[Mixer | None]) -> ModelConfig:
+    """Return the config with other mixers; None stands for a layer that keeps its own."""
+    return with_layers(config, lambda i, layer: replace(layer, mixer=mixers[i] or layer.mixer))
 
 
 def sliding_of_gguf(fields: Fields, count: int, *, period: int) -> list[bool]:

@@ -10,16 +10,16 @@ halves of the rotated channels of a head).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import LayerConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, router (a matrix that stays in
-# float32: a rounded one would choose other experts), or vector (norm, bias).
+# float32: a rounded one would choose other experts), or vector (norm, bias, filters of channels).
 Role = Literal["linear", "table", "router", "vector"]
 
 
@@ -55,12 +55,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         o [E, H*D]    post_attention_norm [E]
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
+    The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
+    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
     A layer with X experts has a router [X, E] before the gate, and its MLPs one behind the other:
     gate and up [X*F, E], down [X*E, F].
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
-    attention = here.attention
     specs: list[TensorSpec] = []
 
     def norm(name: str) -> None:
@@ -68,22 +69,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         if config.norm == "layer":
             specs.append(TensorSpec(f"{name}_bias", (e,), "vector"))
 
-    def linear(name: str, outputs: int, inputs: int, *, bias: bool) -> None:
-        specs.append(TensorSpec(name, (outputs, inputs), "linear"))
-        if bias:
-            specs.append(TensorSpec(f"{name}_bias", (outputs,), "vector"))
-
     if here.norms_inputs:
         norm("attention_norm")
-    widths = {"q": attention.size, "k": attention.kv_size, "v": attention.kv_size}
-    for name, width in widths.items():
-        linear(name, width, e, bias=attention.qkv_bias)
-    if attention.qk_norm != "none":
-        whole = attention.qk_norm == "width"
-        for name in ("q", "k"):
-            width = widths[name] if whole else attention.head_dim
-            specs.append(TensorSpec(f"{name}_norm", (width,), "vector"))
-    linear("o", e, attention.size, bias=attention.output_bias)
+    specs += _MIXERS[type(here.mixer)](here.mixer, e)
     if here.norms_outputs:
         norm("post_attention_norm")
     if here.norms_inputs:
@@ -92,6 +80,36 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     if here.norms_outputs:
         norm("post_mlp_norm")
     return tuple(specs)
+
+
+def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[TensorSpec]:
+    yield TensorSpec(name, (outputs, inputs), "linear")
+    if bias:
+        yield TensorSpec(f"{name}_bias", (outputs,), "vector")
+
+
+def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
+    widths = {"q": attention.size, "k": attention.kv_size, "v": attention.kv_size}
+    for name, width in widths.items():
+        yield from _linear(name, width, e, bias=attention.qkv_bias)
+    if attention.qk_norm != "none":
+        whole = attention.qk_norm == "width"
+        for name in ("q", "k"):
+            width = widths[name] if whole else attention.head_dim
+            yield TensorSpec(f"{name}_norm", (width,), "vector")
+    yield from _linear("o", e, attention.size, bias=attention.output_bias)
+
+
+def _short_conv_tensors(conv: ShortConv, e: int) -> Iterator[TensorSpec]:
+    yield TensorSpec("conv_in", (3 * conv.channels, e), "linear")
+    yield TensorSpec("conv", (conv.channels, conv.taps), "vector")
+    yield TensorSpec("o", (e, conv.size), "linear")
+
+
+_MIXERS: Mapping[type[Mixer], Callable[[Any, int], Iterator[TensorSpec]]] = {
+    Attention: _attention_tensors,
+    ShortConv: _short_conv_tensors,
+}
 
 
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:

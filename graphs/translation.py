@@ -14,6 +14,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.stack import flattened, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import layer_tensors, model_tensors
+from edgellm.graphs.typed_json import key_of
 
 # Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.
 _ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
@@ -101,9 +102,10 @@ class Translation:
         if not canonical.startswith("layers."):
             return self.names[canonical], 0
         _, layer, part = canonical.split(".")
-        experts = self.config.layers[int(layer)].experts
+        here = self.config.layers[int(layer)]
+        experts, mixed = here.experts, f"{key_of(type(here.mixer))}_{part}"
         own = experts is not None and f"expert_{part}" in self.names
-        name = self.names[f"expert_{part}" if own else part]
+        name = self.names[f"expert_{part}" if own else mixed if mixed in self.names else part]
         count = experts.experts if experts is not None and own else 0
         if isinstance(name, str):
             return name.format(layer), count

@@ -1,14 +1,16 @@
 """JSON values as frozen dataclasses, with the type of every field checked.
 
 Python itself takes any value for any field, and fails much later or not at all: it takes JSON's
-`true` for an integer, and any list of numbers for a shape.
+`true` for an integer, and any list of numbers for a shape. A field that may be one of several
+dataclasses has the name of its class as its key.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -32,16 +34,34 @@ def parse(kind: type[T], value: Any, *, where: str) -> T:
         raise _wrong(where, value, "an object")
     dataclass: Any = kind  # mypy: a type variable is not hashable
     known = _fields(dataclass)
-    unknown = sorted(value.keys() - known.keys())
+    keys = [key for name, (hint, _) in known.items() for key in _keys(name, hint)]
+    unknown = sorted(value.keys() - set(keys))
     if unknown:
-        raise ModelFormatError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        raise ModelFormatError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(keys)}")
     parsed = {}
     for name, (hint, required) in known.items():
-        if name in value:
-            parsed[name] = typed(hint, value[name], where=f"{where}.{name}")
-        elif required:
-            raise ModelFormatError(f"{where}: key {name!r} is missing")
+        kinds = _keys(name, hint)
+        there = [key for key in kinds if key in value]
+        if len(there) > 1:
+            raise ModelFormatError(f"{where}: keys {' and '.join(there)} exclude each other")
+        for key in there:
+            parsed[name] = typed(kinds[key], value[key], where=f"{where}.{key}")
+        if required and not there:
+            raise ModelFormatError(f"{where}: key {' or '.join(map(repr, kinds))} is missing")
     return kind(**parsed)
+
+
+def key_of(kind: type) -> str:
+    """Return the key of a field that may be one of several dataclasses: `ShortConv`: short_conv."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _keys(name: str, hint: Any) -> dict[str, Any]:
+    """Map the keys that a field may have to types: its name, or one for each of its dataclasses."""
+    kinds = [each for each in get_args(hint) if isinstance(each, type) and is_dataclass(each)]
+    if get_origin(hint) is not UnionType or len(kinds) < 2:
+        return {name: hint}
+    return {key_of(each): each for each in kinds}
 
 
 def typed(kind: Any, value: Any, *, where: str) -> Any:

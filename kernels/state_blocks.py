@@ -65,6 +65,12 @@ class StateView:
     source: int | None
     targets: tuple[tuple[int, int], ...]
 
+    @property
+    def ids(self) -> list[int]:
+        """Ids of all blocks that are read or written."""
+        read = () if self.source is None else (self.source,)
+        return [*read, *(block for _, block in self.targets)]
+
 
 def allocate_states(*, blocks: int, layers: int, elements: int) -> StateBlocks:
     """Allocate a pool of states; pages are not touched, so memory grows as blocks are written."""

@@ -81,11 +81,13 @@ def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None
 
 def step_span(span: Span) -> StepSpan:
     """Return a span in the form of the fused steps, behind the tokens that its sequence has."""
+    start = len(span.sequence)
     return StepSpan(
         tables=span.sequence.block_tables,
         tokens=span.tokens,
-        start=len(span.sequence),
+        start=start,
         logit_rows=span.logit_rows,
+        states=span.sequence.states(start, start + len(span.tokens)),
     )
 
 

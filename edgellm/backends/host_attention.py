@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import HeadNorms, append_rotated
@@ -94,7 +95,8 @@ def head_norms(config: ModelConfig, weight: Callable[[str], Floats]) -> list[Hea
     """
 
     def of(layer: int) -> HeadNorms | None:
-        kind = config.layers[layer].attention.qk_norm
+        mixer = config.layers[layer].mixer
+        kind = mixer.qk_norm if isinstance(mixer, Attention) else "none"
         if kind == "none":
             return None
         return HeadNorms(

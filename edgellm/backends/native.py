@@ -17,9 +17,9 @@ from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.parts import Parts
 from edgellm.backends.softcap import softcapped
+from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.native import MAX_HEAD_DIM, library
@@ -45,7 +45,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     assert compiled is not None
     _check_sizes(parts.bundle.config)
     weights = open_packed_weights(parts.bundle)
-    pools = [group.kv for group in parts.cache.groups]
+    pools = [group.blocks for group in parts.cache.groups]
     selection = parts.selection
     # with two devices, where the CPU plays the accelerator, the host has one core
     two = selection.scheduling(parts.options.scheduling) == "two_devices"
@@ -55,8 +55,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
 
 
 def _check_sizes(config: ModelConfig) -> None:
-    for layer in config.layers:
-        attention = layer.attention
+    for attention in config.attentions.values():
         if attention.head_dim > MAX_HEAD_DIM:
             raise UnsupportedModelError(
                 f"head_dim is {attention.head_dim}; the native kernels take at most "
@@ -98,7 +97,7 @@ class NativeModel:
         library: ctypes.CDLL,
         weights: Weights,
         ropes: SequenceOf[RopeTable],
-        pools: SequenceOf[KVBlocks],
+        pools: SequenceOf[Blocks],
         *,
         threads: int,
     ) -> None:
@@ -106,7 +105,7 @@ class NativeModel:
 
         Args:
             ropes: RoPE tables that layers name by their index, for the whole context.
-            pools: pools of KV blocks that layers name by their index.
+            pools: pools of KV blocks and states that layers name by their index.
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
+from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
+from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.step import LayerWeights, Weights
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, open_head_norms
@@ -37,6 +40,23 @@ def open_packed_weights(bundle: Bundle) -> Weights:
     )
 
 
+def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
+    names = ("heads", "rope", "window", "scale", "softcap")
+    return {name: getattr(mixer, name) for name in names}
+
+
+def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
+    filters = np.ascontiguousarray(parts.pop("conv").T)
+    return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
+
+
+# Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
+_MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    Attention: _attention,
+    ShortConv: _short_conv,
+}
+
+
 class _Mapped:
     """The packed weights of a bundle."""
 
@@ -59,17 +79,14 @@ class _Mapped:
             for spec in layer_tensors(self._config, index)
             if not is_head_norm(spec.name)
         }
+        mixer = _MIXERS[type(layer.mixer)](layer.mixer, parts)
         return LayerWeights(
             **parts,
-            heads=layer.attention.heads,
+            **mixer,
             routing=layer.experts,
             head_norms=norms,
             activation=layer.mlp.activation,
-            rope=layer.attention.rope,
             pool=self._pools[index],
-            window=layer.attention.window,
-            scale=layer.attention.scale,
-            softcap=layer.attention.softcap,
         )
 
     def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:

@@ -151,8 +151,8 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
         ProviderError: the execution provider cannot be used here.
         UnsupportedModelError: a back end that does not compute the model.
     """
-    if config is not None and config.has_experts:
-        options = _for_experts(options, config)
+    if config is not None and config.native_parts:
+        options = _native_alone(options, config)
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
@@ -174,19 +174,20 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
 
 
-def _for_experts(options: EngineOptions, config: ModelConfig) -> EngineOptions:
-    """Return the options with the back end that computes experts in place of `auto`."""
+def _native_alone(options: EngineOptions, config: ModelConfig) -> EngineOptions:
+    """Return the options with the back end that computes all parts in place of `auto`."""
+    parts = config.native_parts
     asked = {"decode": options.decode, "prefill": options.prefill, "precision": options.precision}
     for name, value in asked.items():
         if value not in (None, AUTO, NATIVE):
             raise UnsupportedModelError(
-                f"`{name}` is {value!r}, and the model ({config.model_type}) has experts, which "
+                f"`{name}` is {value!r}, and the model ({config.model_type}) has {parts}, which "
                 f"the C++ kernels alone compute; take `decode` and `prefill` {NATIVE} or {AUTO}, "
                 "and no `precision`"
             )
     if library() is None:
         raise UnsupportedModelError(
-            f"the model ({config.model_type}) has experts, which the C++ kernels alone compute, "
+            f"the model ({config.model_type}) has {parts}, which the C++ kernels alone compute, "
             "and these were not built when edgellm was installed; install a C++ compiler and "
             "reinstall"
         )

@@ -9,10 +9,11 @@ form a group as well, whose blocks are snapshots of the states at the ends of fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, KVFormat, block_bytes
 from edgellm.kernels.state_blocks import StateBlocks
 
@@ -89,14 +90,17 @@ Group = CacheGroup | StateGroup
 Blocks = KVBlocks | StateBlocks
 
 
-def cache_groups(config: ModelConfig) -> tuple[CacheGroup, ...]:
+def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     """Return the cache groups of a model, in the order of their first layers."""
-    layers: dict[tuple[int | None, int, int], list[int]] = {}
+    layers: dict[Group, list[int]] = {}  # by the group without its layers
     for index, layer in enumerate(config.layers):
-        attention = layer.attention
-        kind = attention.window, attention.kv_heads, attention.head_dim
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            kind: Group = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
+        else:
+            kind = StateGroup((), mixer.state_size)
         layers.setdefault(kind, []).append(index)
-    return tuple(CacheGroup(tuple(members), *kind) for kind, members in layers.items())
+    return tuple(replace(kind, layers=tuple(members)) for kind, members in layers.items())
 
 
 def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
@@ -136,15 +140,15 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
     groups = cache_groups(config)
     resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
     return sum(
-        count
-        * block_bytes(
-            format=format,
-            layers=len(group.layers),
-            kv_heads=group.kv_heads,
-            head_dim=group.head_dim,
-        )
-        for group, count in zip(groups, resident, strict=True)
+        count * _block_bytes(group, format) for group, count in zip(groups, resident, strict=True)
     )
+
+
+def _block_bytes(group: Group, format: KVFormat) -> int:
+    if isinstance(group, StateGroup):
+        return 4 * len(group.layers) * group.elements
+    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    return block_bytes(format=format, layers=len(group.layers), **sizes)
 
 
 def pool_blocks(ctx_size: int) -> int:
@@ -153,7 +157,10 @@ def pool_blocks(ctx_size: int) -> int:
 
 
 def rope_frequencies(config: ModelConfig) -> list[tuple[float, ...]] | None:
-    """Return the RoPE frequencies of each layer; None if keys are changed after RoPE."""
+    """Return the RoPE frequencies of each layer; None if keys are changed after RoPE, or layers
+    have states, which cannot forget tokens."""
+    if config.has_states:
+        return None
     if any(layer.attention.qk_norm == "head_after_rope" for layer in config.layers):
         return None
     return [config.rope_of(layer).inv_freq for layer in range(config.layer_count)]

@@ -107,20 +107,16 @@ class Sequence:
         table = self.tables[group]
         return KVView(table.store.kv, table.ids), slot
 
-    def states(self, layer: int, start: int, end: int) -> tuple[StateView, int]:
-        """Return a view of the blocks with a layer's states, and the layer's place in them.
+    def states(self, start: int, end: int) -> list[StateView | None]:
+        """Return views of the blocks with states of each group; None where it has K and V.
 
         Args:
             start, end: positions of the first row of a reserved step, and after its last.
-
-        Raises:
-            TypeError: the layer attends, and has no state.
         """
-        group, slot = self._cache.places[layer]
-        table = self.tables[group]
-        if not isinstance(table, StateTable):
-            raise TypeError(f"layer {layer} has K and V, and no state")
-        return table.view(start, end), slot
+        return [
+            table.view(start, end) if isinstance(table, StateTable) else None
+            for table in self.tables
+        ]
 
     def use_host(self) -> None:
         """Bring the sequence's K and V to the host, to attend to them and write after them."""

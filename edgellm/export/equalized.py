@@ -101,14 +101,21 @@ def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
 def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
     """Choose the basis for a model's keys, from its weights alone."""
     config = checkpoint.config
-    exponents = [_exponents(checkpoint, layer) for layer in range(config.layer_count)]
+    layers = range(config.layer_count)
+    none = np.zeros((0, 0), np.float32)  # of a layer that does not attend
+    exponents = [
+        _exponents(checkpoint, layer) if layer in config.attentions else none.astype(np.int8)
+        for layer in layers
+    ]
     basis = KeyBasis(exponents, None)
     if not has_offset(config):
         return basis
     equalized = EqualizedCheckpoint(checkpoint, basis)
     offsets = [
         _offset(equalized, layer, magnitude=config.rope_of(layer).magnitude).astype(np.float32)
-        for layer in range(config.layer_count)
+        if layer in config.attentions
+        else none
+        for layer in layers
     ]
     return replace(basis, offsets=offsets)
 

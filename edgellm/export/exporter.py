@@ -135,9 +135,9 @@ def export(
 def default_precisions(config: ModelConfig) -> list[str]:
     """Return the precisions of an export that names none.
 
-    A model whose residual cannot be rotated has float32 chunks; one with experts has none.
+    A model whose residual cannot be rotated has float32 chunks; one with experts or states has none.
     """
-    if config.has_experts:
+    if config.native_parts:
         return [PACKED]
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 

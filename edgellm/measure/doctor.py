@@ -95,12 +95,12 @@ def float_reference(
 
     Raises:
         SourceError: the bundle stores none, and its checkpoint is gone or changed.
-        UnsupportedModelError: the model has experts: where two are nearly as good for a token,
-            rounding chooses, and one row is far from float32 without a fault.
+        UnsupportedModelError: the model has states, or experts: where two are nearly as good for a
+            token, rounding chooses, and one row is far from float32 without a fault.
     """
-    if bundle.config.has_experts:
+    if bundle.config.native_parts:
         raise UnsupportedModelError(
-            f"{bundle.path}: there is no self-test of models with experts "
+            f"{bundle.path}: there is no self-test of models with {bundle.config.native_parts} "
             f"({bundle.config.model_type}) yet; `edgellm quality` compares with float32, and "
             "`edgellm doctor` without a model tests the kernels"
         )

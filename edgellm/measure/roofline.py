@@ -14,6 +14,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from edgellm.backends.timing import best_seconds
+from edgellm.cache.groups import StateGroup, cache_groups
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.tensors import multiplied_parameters
@@ -114,9 +115,9 @@ def measure_gpu() -> Machine:
 def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
     """Return the work of a prompt of `tokens`, and of a decode step behind it in a precision."""
     config = bundle.config
-    cached = 0
-    for index, layer in enumerate(config.layers):
-        attention = layer.attention
+    groups = cache_groups(config)  # a state is read and written
+    cached = sum(8 * g.elements * len(g.layers) for g in groups if isinstance(g, StateGroup))
+    for index, attention in config.attentions.items():
         block = block_bytes(
             format=kv_format, layers=1, kv_heads=attention.kv_heads, head_dim=attention.head_dim
         )
@@ -137,8 +138,8 @@ def _flops(config: ModelConfig, tokens: int) -> float:
     channel of each position that a token sees, once for scores and once for sums of values.
     """
     attended = sum(
-        layer.attention.size * _mean_seen(config, index, tokens)
-        for index, layer in enumerate(config.layers)
+        attention.size * _mean_seen(config, index, tokens)
+        for index, attention in config.attentions.items()
     )
     return 2.0 * (multiplied_parameters(config) + 2 * attended)
 

@@ -109,10 +109,11 @@ def _segment(
         return [_norm(residual, weights, weights.final_norm, weights.final_norm_bias)]
     layer = weights.layers[index]
     normed = _norm(residual, weights, layer.attention_norm, layer.attention_norm_bias)
+    q, k, v = layer.qkv
     parts = [
-        _linear(model, normed, layer.q, layer.q_bias),
-        _linear(model, normed, layer.k, layer.k_bias),
-        _linear(model, normed, layer.v, layer.v_bias, fine=True),
+        _linear(model, normed, q, layer.q_bias),
+        _linear(model, normed, k, layer.k_bias),
+        _linear(model, normed, v, layer.v_bias, fine=True),
     ]
     return [residual, np.concatenate(parts, axis=-1)]
 

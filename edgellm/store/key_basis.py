@@ -36,7 +36,7 @@ class KeyBasis:
     """The basis in which a bundle's K and Q are exported.
 
     Attributes:
-        exponents: `[Hkv, P]` int8 for each layer: K has been divided by 2^e and Q multiplied by it,
+        exponents: `[Hkv, P]` int8 for each layer, `[0, 0]` where it does not attend: K has been divided by 2^e and Q multiplied by it,
             in both channels of a pair.
         offsets: `[Hkv, D]` float32 for each layer, the common part of the divided keys after RoPE,
             which the cache leaves out; None where no keys have a common part (see `has_offset`).
@@ -48,7 +48,7 @@ class KeyBasis:
 
 def has_offset(config: ModelConfig) -> bool:
     """Whether keys of some layer have a part in common: a K bias without a norm of K after it."""
-    attentions = (layer.attention for layer in config.layers)
+    attentions = config.attentions.values()
     return any(each.qkv_bias and each.qk_norm == "none" for each in attentions)
 
 
@@ -104,13 +104,15 @@ def fingerprint(manifest: Manifest) -> str:
 
 def _pair_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """Return `[Hkv, P]` of each layer."""
-    pairs = (len(config.rope_of(layer).inv_freq) for layer in range(config.layer_count))
-    return [(layer.attention.kv_heads, p) for layer, p in zip(config.layers, pairs, strict=True)]
+    there = config.attentions
+    shapes = {i: (each.kv_heads, len(config.rope_of(i).inv_freq)) for i, each in there.items()}
+    return [shapes.get(i, (0, 0)) for i in range(config.layer_count)]
 
 
 def _key_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     """Return `[Hkv, D]` of each layer."""
-    return [(layer.attention.kv_heads, layer.attention.head_dim) for layer in config.layers]
+    shapes = {i: (each.kv_heads, each.head_dim) for i, each in config.attentions.items()}
+    return [shapes.get(i, (0, 0)) for i in range(config.layer_count)]
 
 
 def _stored_shape(layers: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -160,7 +160,8 @@ class Manifest:
     keys: Mapping[str, StoredArray] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
+        values = {**asdict(self), "config": self.config.to_json()}
+        return {"format": FORMAT, "format_version": FORMAT_VERSION, **values}
 
     @classmethod
     def from_json(cls, values: Any, *, origin: str) -> Manifest:

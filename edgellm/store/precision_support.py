@@ -18,7 +18,6 @@ from edgellm.store.reference import FOLDER as REFERENCE
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
 # Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
-_EXPERTS = "it has experts, which the C++ kernels alone compute"
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
@@ -30,8 +29,8 @@ def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
 
 def why_not(precision: str, config: ModelConfig) -> str | None:
     """Return why a precision cannot compute a model, as text for an error; None if it can."""
-    if config.has_experts:
-        return None if precision == PACKED else _EXPERTS
+    if config.native_parts:
+        return None if precision == PACKED else _native(config)
     if precision not in ROTATED:
         return None
     if config.norm == "layer":
@@ -42,6 +41,10 @@ def why_not(precision: str, config: ModelConfig) -> str | None:
             "commute with rotating"
         )
     return None
+
+
+def _native(config: ModelConfig) -> str:
+    return f"it has {config.native_parts}, which the C++ kernels alone compute"
 
 
 def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> None:
@@ -71,10 +74,10 @@ def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
 
 
 def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> UnsupportedModelError:
-    if config.has_experts:
+    if config.native_parts:
         return UnsupportedModelError(
-            f"precision {precision} cannot compute {config.model_type}: {_EXPERTS}; take `prefill` "
-            f"and `decode` native, or export {PACKED} alone"
+            f"precision {precision} cannot compute {config.model_type}: {_native(config)}; take "
+            f"`prefill` and `decode` native, or export {PACKED} alone"
         )
     others = [other for other in among if why_not(other, config) is None]
     advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"

@@ -25,7 +25,7 @@ def config_from_hf(
     fields: Fields,
     *,
     norm_eps: str = "rms_norm_eps",
-    intermediate: str = "intermediate_size",
+    intermediate: str | int = "intermediate_size",
     activation: Activation | None = None,
     layer_type: str | None = None,
     partial: bool = False,
@@ -33,7 +33,7 @@ def config_from_hf(
     """Read Llama's fields of a `config.json` as a ModelConfig, which other families change.
 
     Args:
-        norm_eps, intermediate: keys of these two fields in the family's files.
+        norm_eps, intermediate: keys of these two fields in the family's files, or the width itself.
         activation: activation in place of the one that the file names; None: the file's.
         layer_type: type of the layers whose RoPE to take, if each type has its own.
         partial: whether RoPE may turn a part of a head (see `rope_scaling.from_hf`).
@@ -43,7 +43,7 @@ def config_from_hf(
     fields.require("is_causal", True)
     bias = fields.optional(bool, "attention_bias") or False
     layer = LayerConfig(
-        attention=Attention(
+        mixer=Attention(
             heads=heads,
             kv_heads=fields.optional(int, "num_key_value_heads") or heads,
             head_dim=head_dim,
@@ -51,7 +51,9 @@ def config_from_hf(
             output_bias=bias,
         ),
         mlp=Mlp(
-            intermediate=fields.read(int, intermediate),
+            intermediate=fields.read(int, intermediate)
+            if isinstance(intermediate, str)
+            else intermediate,
             activation=activation or _activation(fields, "hidden_act"),
             bias=fields.optional(bool, "mlp_bias") or False,
         ),
@@ -71,12 +73,16 @@ def config_from_hf(
 
 
 def config_from_gguf(
-    header: GGUFHeader, *, norm_eps: str = "attention.layer_norm_rms_epsilon"
+    header: GGUFHeader,
+    *,
+    norm_eps: str = "attention.layer_norm_rms_epsilon",
+    hybrid: bool = False,
 ) -> ModelConfig:
     """Read Llama's keys of a GGUF file as a ModelConfig, which other families change.
 
     Args:
         norm_eps: key of the norms' epsilon in the family's files.
+        hybrid: whether layers may have 0 KV heads, as they do not attend.
     """
     fields = header.fields
     fields.require("attention.causal", True)
@@ -88,9 +94,9 @@ def config_from_gguf(
     fields.require("attention.value_length", head_dim)
     biases = {x for x in ("q", "qkv", "output") if f"blk.0.attn_{x}.bias" in header.tensors}
     layer = LayerConfig(
-        attention=Attention(
+        mixer=Attention(
             heads=heads,
-            kv_heads=fields.uniform("attention.head_count_kv", default=heads),
+            kv_heads=fields.uniform("attention.head_count_kv", default=heads, but_zeros=hybrid),
             head_dim=head_dim,
             # files write 0 for no window
             window=fields.optional(int, "attention.sliding_window") or None,

@@ -12,6 +12,7 @@
 
 #include "../delta_net/call.h"
 #include "../step/call.h"
+#include "../step/mixing.h"
 #include "../step/places.h"
 #include "threads.h"
 

@@ -5,10 +5,12 @@
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
+#include "../short_conv/call.h"
 
 namespace edgellm {
 
 enum Activation : int32_t { SILU, GELU_TANH };
+enum Mixer : int32_t { ATTENTION, SHORT_CONV };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
 struct Norm {
@@ -17,7 +19,7 @@ struct Norm {
 
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // gate without panels where there is none; with a router the three of all experts, one behind the other
+    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all experts, one behind the other
     Linear q, k, v, o, gate, up, down;
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
@@ -26,11 +28,17 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    ShortConv short_conv;
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t heads, window, rope, activation;
-    int32_t pool, slot;  // which of the call's pools has its K and V, and as which layer
+    int32_t pool, slot;  // which of the call's pools has its K and V, or its state, and as which layer
+    int32_t mixer, state_size;  // state_size: floats of its state; 0 where it attends
 
-    int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
+    bool attends() const { return mixer == ATTENTION; }
+    // What the mixer's input projections give for a row.
+    int mixed_outputs() const {
+        return attends() ? q.outputs + k.outputs + v.outputs : short_conv.in.outputs;
+    }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
     bool any_fine() const { return q.fine || k.fine || v.fine; }
@@ -45,9 +53,22 @@ struct Transformer {
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
 
+// Where the state after so many rows of a span goes; the same fields as in native.py.
+struct StateTarget {
+    float* block;
+    int32_t rows;
+};
+
+// The states of a span in a pool; the same fields as in native.py.
+struct StateSpan {
+    const float* source;         // the block with the states before the first row; null: all zeros
+    const StateTarget* targets;  // in the order of their rows, the last one for all rows
+};
+
 // Rows of a step that are consecutive tokens of one sequence; the same fields as in native.py.
 struct Span {
     const int64_t* const* tables;  // the sequence's block ids in each pool
+    const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
 };
@@ -55,7 +76,7 @@ struct Span {
 // Arguments of one step; the same fields, in the same order, as in native.py.
 struct StepCall {
     const Transformer* model;
-    const KV* pools;        // those that layers name by their index, without a table
+    const KV* pools;        // those that layers name by their index, without a table; empty ones of states
     const Rope* ropes;      // those that layers name by their index
     const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]

@@ -3,7 +3,7 @@
 // Buffers of a step, cut out of the caller's workspace. Each begins with a cache line, so that threads
 // do not write to each other's.
 struct Buffers {
-    float *residual, *branch, *qkv, *q, *parts;  // branch: what a norm takes before it is added
+    float *residual, *branch, *mixed, *q, *parts;  // branch: what a norm takes before it is added
     edgellm::Rows x;
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
@@ -13,12 +13,12 @@ struct Buffers {
     Buffers(const edgellm::StepCall& call, const edgellm::Places& places, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
-        int qkv_outputs = 0, width = 0, intermediate = 0;
+        int mixed_outputs = 0, width = 0, intermediate = 0;
         bool behind = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
-            qkv_outputs = std::max(qkv_outputs, layer.qkv_outputs());
-            width = std::max(width, layer.q.outputs);
+            mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
+            width = std::max(width, layer.o.inputs);
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         }
@@ -32,7 +32,7 @@ struct Buffers {
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
         residual = floats(size_t(rows) * m.hidden);
         branch = behind ? floats(size_t(rows) * m.hidden) : nullptr;
-        qkv = floats(size_t(rows) * qkv_outputs);
+        mixed = floats(size_t(rows) * mixed_outputs);
         q = floats(size_t(rows) * width);
         parts = floats(sums);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
@@ -76,32 +76,11 @@ public:
         for (int l = call_.first_layer; l < call_.last_layer; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
-            const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
-            const edgellm::Rows attended = edgellm::Rows::in(b_.attended, rows_, heads.width());
-            every_row(
-                worker,
-                [&](int r) {
-                    if (l > call_.first_layer)
-                        complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
-                    normalize(layer.attention_norm, r, layer.any_fine());
-                },
-                weights(layer.q));
-            const int outputs = layer.qkv_outputs();
-            multiply(worker, {{&layer.q, b_.qkv},
-                            {&layer.k, b_.qkv + layer.q.outputs},
-                            {&layer.v, b_.qkv + layer.q.outputs + layer.k.outputs}},
-                     b_.x, outputs, false);
-            every_row(worker, [&](int r) {
-                float* qkv = b_.qkv + size_t(r) * outputs;
-                add_biases(layer, qkv);
-                append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
-                             layer.slot, heads.heads, position(r), qkv, b_.q + size_t(r) * heads.width());
-            });
-            attention(worker, layer, heads);
-            every_row(
-                worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
-                weights(layer.o));
-            add_product(worker, layer.o, attended, layer.post_attention_norm);
+            if (layer.mixer == edgellm::SHORT_CONV)
+                run_short_conv(worker, layer, l);
+            else
+                run_attention(worker, layer, l);
+            add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
                 run_experts(worker, layer);
             else
@@ -132,6 +111,57 @@ private:
     }
     int groups_at_once(const edgellm::Layer& layer) const {
         return std::max(1, panels_at_once(layer.up, rows_, call_.threads) / 2);
+    }
+
+    // What the output projection reads.
+    edgellm::Rows mixer_out(const edgellm::Layer& layer) const {
+        return edgellm::Rows::in(b_.attended, rows_, layer.o.inputs);
+    }
+
+    // The rows that a layer's input projections read; `first`: the projection that comes next.
+    void enter_layer(edgellm::Worker& worker, int l, const edgellm::Linear& first) const {
+        const edgellm::Layer& layer = model_.layers[l];
+        every_row(
+            worker,
+            [&](int r) {
+                if (l > call_.first_layer)
+                    complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                normalize(layer.attention_norm, r, layer.any_fine());
+            },
+            weights(first));
+    }
+
+    edgellm::Mixing mixing(const edgellm::Layer& layer) const {
+        return {call_, places_, layer.pool, size_t(layer.slot) * layer.state_size, b_.mixed,
+                size_t(layer.mixed_outputs()), mixer_out(layer)};
+    }
+
+    void run_short_conv(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::ShortConv& conv = layer.short_conv;
+        enter_layer(worker, l, conv.in);
+        multiply(worker, {{&conv.in, b_.mixed}}, b_.x, conv.in.outputs, false);
+        short_conv(worker, conv, mixing(layer));
+    }
+
+    void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
+        const edgellm::Rows attended = mixer_out(layer);
+        enter_layer(worker, l, layer.q);
+        const int outputs = layer.mixed_outputs();
+        multiply(worker, {{&layer.q, b_.mixed},
+                          {&layer.k, b_.mixed + layer.q.outputs},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs}},
+                 b_.x, outputs, false);
+        every_row(worker, [&](int r) {
+            float* qkv = b_.mixed + size_t(r) * outputs;
+            add_biases(layer, qkv);
+            append_token(kv_of(layer, span_of_[r]), call_.ropes[layer.rope], layer.head_norms,
+                         layer.slot, heads.heads, position(r), qkv, b_.q + size_t(r) * heads.width());
+        });
+        attention(worker, layer, heads);
+        every_row(
+            worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
+            weights(layer.o));
     }
 
     // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.

@@ -160,7 +160,7 @@ class DeviceLayer:
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
             attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
-            projections=_stacked([layer.q, layer.k, layer.v], device),
+            projections=_stacked(layer.qkv, device),
             qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, head_dim, device),
             o=DevicePackedWeights.of(layer.o, device),
@@ -335,7 +335,8 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
     """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
-    parts = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+    q, k, v = layer.qkv
+    parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
     if all(bias is None for _, bias in parts):
         return None
     return np.concatenate(

@@ -15,7 +15,16 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.step.span import LayerGroup, StepSpan, check_group, check_spans
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.short_conv.native import ShortConvLayer
+from edgellm.kernels.state_blocks import StateBlocks, StateView
+from edgellm.kernels.step.span import (
+    LayerGroup,
+    StepSpan,
+    check_group,
+    check_spans,
+    check_states,
+)
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
@@ -27,6 +36,8 @@ from edgellm.kernels.step.weights import (
 
 Floats = NDArray[np.float32]
 
+# In the order of `Mixer` in call.h.
+_MIXERS = (type(None), ShortConvWeights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -57,10 +68,11 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
+        ("short_conv", ShortConvLayer),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
-        *((name, ctypes.c_int32) for name in ("pool", "slot")),
+        *((name, ctypes.c_int32) for name in ("pool", "slot", "mixer", "state_size")),
     ]
 
 
@@ -83,8 +95,31 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         ("tables", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
     ]
+
+
+class _StateTarget(ctypes.Structure):
+    """Block for the states after some rows; the fields are those of call.h, in their order."""
+
+    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
+
+
+class _StateSpan(ctypes.Structure):
+    """States of a span in a pool; the fields are those of call.h, in their order."""
+
+    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(_StateTarget))]
+
+    @classmethod
+    def of(cls, view: StateView | None) -> _StateSpan:
+        if view is None:
+            return cls()
+        states = view.blocks.states
+        first, size = address(states) or 0, states.strides[0]
+        targets = [_StateTarget(first + block * size, rows) for rows, block in view.targets]
+        source = None if view.source is None else first + view.source * size
+        return cls(source, (_StateTarget * len(targets))(*targets))
 
 
 class _Call(ctypes.Structure):
@@ -110,18 +145,23 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
     inputs to 8 bits costs a KL divergence to float32 of 0.0030 (SmolLM2-135M, 2,048 tokens), of
     which V's 192 outputs a layer are 0.0005 and the head 0.0010.
     """
+    mixer = layer.mixer
+    projections = (LinearLayer(), LinearLayer(), LinearLayer())
+    if mixer is None:
+        q, k, v = layer.qkv
+        projections = layer_of(q), layer_of(k), layer_of(v, fine=True)
+    attends = mixer is None
     return _Layer(
-        layer_of(layer.q),
-        layer_of(layer.k),
-        layer_of(layer.v, fine=True),
+        *projections,
         layer_of(layer.o),
         LinearLayer() if layer.gate is None else layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
         *(address(getattr(layer, name)) for name in VECTORS),
-        NormPointers.of(layer.head_norms, layer.head_dim),
+        NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
-        layer.head_dim**-0.5 if layer.scale is None else layer.scale,
+        ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
+        layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.heads,
         layer.window or 0,
@@ -129,6 +169,8 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         ACTIVATIONS.index(layer.activation),
         layer.pool,
         slot,
+        _MIXERS.index(type(mixer)),
+        0 if mixer is None else mixer.state_size,
     )
 
 
@@ -167,7 +209,7 @@ class FusedStep:
         library: ctypes.CDLL,
         weights: Weights,
         ropes: Sequence[RopeTable],
-        pools: Sequence[KVBlocks],
+        pools: Sequence[KVBlocks | StateBlocks],
     ) -> None:
         """Take the addresses of all parts.
 
@@ -181,7 +223,8 @@ class FusedStep:
         check_weights(weights, ropes=len(ropes))
         check_pools(weights, pools)
         for layer in weights.layers:
-            check_rope(ropes[layer.rope], layer.head_dim, 0)
+            if layer.mixer is None:
+                check_rope(ropes[layer.rope], layer.head_dim, 0)
         self._library = library
         self._weights = weights
         self._ropes = list(ropes)
@@ -189,7 +232,10 @@ class FusedStep:
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
         no_table = np.empty(0, np.int64)
-        self._pool_pointers = (KV * len(pools))(*(KV.of(pool, no_table) for pool in pools))
+        self._pool_pointers = (KV * len(pools))(
+            *(KV.of(pool, no_table) if isinstance(pool, KVBlocks) else KV() for pool in pools)
+        )
+        self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
         self._model = _Transformer(
@@ -237,6 +283,7 @@ class FusedStep:
         ids = indices(tokens, weights.embedding.outputs, "token id")
         tables = [self._tables(span) for span in spans]
         pointers = [np.array([address(table) for table in each], np.uint64) for each in tables]
+        states_of = [self._states(span) for span in spans]
         rows = sum(span.logit_rows for span in spans)
         layers, hidden = len(weights.layers), weights.embedding.inputs
         if group is None:
@@ -257,8 +304,14 @@ class FusedStep:
             self._rope_pointers,
             (_Span * len(spans))(
                 *(
-                    _Span(address(at), len(span.tokens), span.start, span.logit_rows)
-                    for span, at in zip(spans, pointers, strict=True)
+                    _Span(
+                        address(at),
+                        None if of is None else ctypes.addressof(of),
+                        len(span.tokens),
+                        span.start,
+                        span.logit_rows,
+                    )
+                    for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )
             ),
             address(ids),
@@ -306,5 +359,18 @@ class FusedStep:
             )
         return [
             block_ids(table, pool.count, start=span.start, tokens=count)
+            if isinstance(pool, KVBlocks)
+            else np.empty(0, np.int64)
             for table, pool in zip(span.tables, self._pools, strict=True)
         ]
+
+    def _states(self, span: StepSpan) -> ctypes.Array[_StateSpan] | None:
+        """Return a span's states in each pool, after checks; None where no layer has a state.
+
+        Raises:
+            ValueError: see `check_states`.
+        """
+        if not self._has_states:
+            return None
+        check_states(span, self._pools)
+        return (_StateSpan * len(span.states))(*map(_StateSpan.of, span.states))

@@ -7,4 +7,5 @@
 #include "mlp.h"
 #include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
+#include "../short_conv/cpu.h"
 #include "cpu.h"

@@ -33,7 +33,7 @@ struct Heads {
 struct Places {
     std::vector<Place> spans;  // behind the last one the totals
     std::vector<Heads> kinds;  // those that layers have
-    std::vector<int> kind_of;  // of each layer
+    std::vector<int> kind_of;  // of each layer that attends
 };
 
 inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
@@ -61,6 +61,10 @@ inline Places places_of(const StepCall& call) {
     }
     for (int l = 0; l < call.model->layer_count; ++l) {
         const Layer& layer = call.model->layers[l];
+        if (!layer.attends()) {
+            places.kind_of.push_back(-1);
+            continue;
+        }
         const KV& kv = call.pools[layer.pool];
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
             return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim;

@@ -14,7 +14,8 @@ from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.rope import reference as rope
-from edgellm.kernels.step.weights import Activation, LayerWeights, Weights
+from edgellm.kernels.short_conv import reference as short_conv
+from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
@@ -76,8 +77,11 @@ def through(
         product_of = partial(_products, matrices, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
-        attended = _attention(normed, layer, product, ropes[layer.rope], format)
-        o = _biased(product(attended, "o"), layer.o_bias)
+        if layer.mixer is None:
+            mixed = _attention(normed, layer, product, ropes[layer.rope], format)
+        else:
+            mixed = _mixed(normed, layer.mixer, product)
+        o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
@@ -117,6 +121,11 @@ def _attention(
         softcap=layer.softcap,
     )
     return attended.reshape(len(x), -1)
+
+
+def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
+    """Compute what a mixer with states gives for all rows of a sequence, from its start."""
+    return short_conv.mix(product(x, "conv_in"), mixer.filters)
 
 
 def _feed_forward(

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BlockTable
+from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 Floats = NDArray[np.float32]
 
@@ -18,7 +19,10 @@ class StepSpan:
     """Span of a step: consecutive tokens of one sequence.
 
     Attributes:
-        tables: block ids of the sequence in each pool, including blocks of the new positions.
+        tables: block ids of the sequence in each pool, including blocks of the new positions; not
+            read of pools of states.
+        states: blocks that the states are read from and written to in each pool, None in one of K
+            and V; may be left out where no layer has a state.
         tokens: token ids.
         start: position of the first token.
         logit_rows: number of last tokens that go through the LM head.
@@ -28,6 +32,7 @@ class StepSpan:
     tokens: Sequence[int]
     start: int
     logit_rows: int
+    states: Sequence[StateView | None] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,3 +91,26 @@ def check_spans(spans: Sequence[StepSpan], *, pools: int) -> None:
             raise ValueError(f"{count} tokens and {span.logit_rows} rows of logits")
         if len(span.tables) != pools:
             raise ValueError(f"{len(span.tables)} tables; needed is one in each of {pools} pools")
+
+
+def check_states(span: StepSpan, pools: Sequence[object]) -> None:
+    """Refuse a span whose states do not fit the pools, or its tokens.
+
+    Raises:
+        ValueError: a pool of states has no view, a block does not exist, or the targets are not in
+            the order of rows that ends behind the last token.
+    """
+    if len(span.states) != len(pools):
+        raise ValueError(
+            f"states of {len(span.states)} pools; needed is one in each of {len(pools)}"
+        )
+    for view, pool in zip(span.states, pools, strict=True):
+        if not isinstance(pool, StateBlocks):
+            continue
+        if view is None or view.blocks is not pool:
+            raise ValueError("states of another pool, or none")
+        rows, blocks = [0, *(count for count, _ in view.targets)], view.ids
+        if rows != sorted(set(rows)) or rows[-1] != len(span.tokens):
+            raise ValueError(f"states after {rows[1:]} of {len(span.tokens)} tokens")
+        if not all(0 <= block < pool.count for block in blocks):
+            raise ValueError(f"state blocks {blocks}; the pool has {pool.count}")

@@ -13,10 +13,16 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.state_blocks import StateBlocks
 
 Floats = NDArray[np.float32]
 Activation = Literal["silu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+# Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
+# projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
+# `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
+StateMixer = ShortConvWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,8 @@ class LayerWeights:
     """Weights of a layer: packed weights, and vectors `[E]` (norms) or `[outputs]` (biases).
 
     Attributes:
-        heads: number of query heads.
+        q, k, v, heads: projections of attention, and its number of query heads.
+        mixer: mixer in place of attention, which then has no projections and heads; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
             as it is.
@@ -36,19 +43,21 @@ class LayerWeights:
         routing: choice of experts by the router's logits; None without a router.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
-        pool: index of the pool with the layer's K and V, as the next of that pool's layers.
+        pool: index of the pool with the layer's K and V or state, as the next of that pool's
+            layers.
         window: number of positions that a token sees; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap of the scores, or None.
     """
 
-    q: PackedWeights
-    k: PackedWeights
-    v: PackedWeights
     o: PackedWeights
     up: PackedWeights
     down: PackedWeights
-    heads: int
+    q: PackedWeights | None = None
+    k: PackedWeights | None = None
+    v: PackedWeights | None = None
+    heads: int = 0
+    mixer: StateMixer | None = None
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
     attention_norm_bias: Floats | None = None
@@ -81,12 +90,24 @@ class LayerWeights:
 
     @property
     def kv_heads(self) -> int:
-        return self.v.outputs // self.head_dim
+        return self.qkv[2].outputs // self.head_dim
+
+    @property
+    def qkv(self) -> tuple[PackedWeights, PackedWeights, PackedWeights]:
+        """Projections to Q, K and V of a layer that attends.
+
+        Raises:
+            ValueError: it lacks one of them.
+        """
+        if self.q is None or self.k is None or self.v is None:
+            raise ValueError("a layer without q, k or v does not attend")
+        return self.q, self.k, self.v
 
     @property
     def linears(self) -> tuple[PackedWeights, ...]:
         gate = () if self.gate is None else (self.gate,)
-        return self.q, self.k, self.v, self.o, *gate, self.up, self.down
+        mixer = self.qkv if self.mixer is None else self.mixer.linears
+        return *mixer, self.o, *gate, self.up, self.down
 
 
 # Vector in LayerWeights -> linear layer with as many outputs, or "hidden" for the residual's width.
@@ -167,18 +188,20 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
 
 
 def _check_layer(layer: LayerWeights, hidden: int) -> None:
-    width, intermediate, heads = layer.o.inputs, layer.up.outputs, layer.heads
+    intermediate, sizes = layer.up.outputs, {"hidden": hidden}
     experts = _check_router(layer, hidden)
-    _require("q", (layer.q.outputs, layer.q.inputs), (width, hidden))
-    _require("v", (layer.v.outputs, layer.v.inputs), (layer.k.outputs, hidden))
-    _require("k", layer.k.inputs, hidden)
+    if layer.mixer is None:
+        sizes |= _check_attention(layer, hidden)
+    else:
+        _require("projections beside a mixer", (layer.q, layer.k, layer.v), (None, None, None))
+        layer.mixer.check(hidden)
+        _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
     down = experts * hidden, intermediate // experts
     _require("down", (layer.down.outputs, layer.down.inputs), down)
-    sizes = {"hidden": hidden, "q": width, "k": layer.k.outputs, "v": layer.v.outputs}
     for name, of in VECTORS.items():
         vector = getattr(layer, name)
         if vector is not None:
@@ -187,14 +210,23 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
         if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
             raise ValueError(f"{name} without a norm")
+
+
+def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
+    """Check the projections of a layer; returns their outputs."""
+    (q, k, v), width, heads = layer.qkv, layer.o.inputs, layer.heads
+    _require("q", (q.outputs, q.inputs), (width, hidden))
+    _require("v", (v.outputs, v.inputs), (k.outputs, hidden))
+    _require("k", k.inputs, hidden)
     # a row of Q ends where K begins: a padded panel would write over it
-    if width % heads or width % PANEL or layer.v.outputs % PANEL:
+    if width % heads or width % PANEL or v.outputs % PANEL:
         raise ValueError(
-            f"Q has {width} outputs, K and V {layer.v.outputs}; needed are whole panels of {PANEL} "
+            f"Q has {width} outputs, K and V {v.outputs}; needed are whole panels of {PANEL} "
             f"and {heads} heads"
         )
     if layer.head_norms is not None:
         layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
+    return {"q": width, "k": k.outputs, "v": v.outputs}
 
 
 def _check_router(layer: LayerWeights, hidden: int) -> int:
@@ -221,24 +253,41 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
     return experts
 
 
-def check_pools(weights: Weights, pools: Sequence[KVBlocks]) -> None:
-    """Refuse pools of KV blocks that were made for another model.
+def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+    """Refuse pools of KV blocks or states that were made for another model.
 
     Raises:
-        ValueError: the number of pools, or their layers, heads or formats differ.
+        ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
-    needed: list[tuple[int, int, int]] = []
+    needed: list[tuple[int, ...]] = []
     for number in range(1 + max(layer.pool for layer in weights.layers)):
         members = [layer for layer in weights.layers if layer.pool == number]
-        sizes = {(layer.kv_heads, layer.head_dim) for layer in members}
+        sizes = {_pool_sizes(layer) for layer in members}
         if len(sizes) != 1:
-            raise ValueError(f"layers of pool {number} have KV heads and head_dim {sorted(sizes)}")
+            raise ValueError(
+                f"layers of pool {number} have KV heads and head_dim, or states of the sizes "
+                f"{sorted(sizes)}"
+            )
         needed.append((len(members), *sizes.pop()))
-    there = [(blocks.layers, blocks.kv_heads, blocks.head_dim) for blocks in pools]
+    there = [
+        blocks.states.shape[1:]
+        if isinstance(blocks, StateBlocks)
+        else (blocks.layers, blocks.kv_heads, blocks.head_dim)
+        for blocks in pools
+    ]
     if there != needed:
-        raise ValueError(f"pools of layers, KV heads and head_dim {there}; needed are {needed}")
-    if len({blocks.format for blocks in pools}) > 1:
+        raise ValueError(
+            f"pools of layers, KV heads and head_dim, or layers and numbers of a state {there}; "
+            f"needed are {needed}"
+        )
+    if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def _pool_sizes(layer: LayerWeights) -> tuple[int, ...]:
+    if layer.mixer is None:
+        return layer.kv_heads, layer.head_dim
+    return (layer.mixer.state_size,)
 
 
 def _require(name: str, value: object, needed: object) -> None:

@@ -44,7 +44,7 @@ def config_of(*layers: LayerConfig, **changes: Any) -> ModelConfig:
 
 
 def _layer(norms: Any = "pre", *, mlp: Mlp = _MLP, **changes: Any) -> LayerConfig:
-    return LayerConfig(attention=replace(_ATTENTION, **changes), mlp=mlp, norms=norms)
+    return LayerConfig(mixer=replace(_ATTENTION, **changes), mlp=mlp, norms=norms)
 
 
 _GELU = replace(_MLP, activation="gelu_tanh")
@@ -84,7 +84,7 @@ CONFIGS = {
     "uneven": config_of(
         _layer(window=9, qkv_bias=True),
         LayerConfig(
-            attention=Attention(heads=2, kv_heads=1, head_dim=32, rope=1, qk_norm="head"),
+            mixer=Attention(heads=2, kv_heads=1, head_dim=32, rope=1, qk_norm="head"),
             mlp=Mlp(intermediate=96, activation="gelu_tanh", gated=False, bias=True),
             norms="sandwich",
         ),

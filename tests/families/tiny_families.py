@@ -136,6 +136,25 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 32}),
     "seed_oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True}),
     "starcoder2": ("Starcoder2", {"sliding_window": 8}),
+    "lfm2": (
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "intermediate_size": 144,
+            "block_multiple_of": 32,
+            "norm_eps": 1e-3,
+        },
+    ),
+    "lfm2_narrow": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "conv", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            "conv_L_cache": 5,
+            "tie_embedding": False,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {

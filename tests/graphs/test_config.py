@@ -11,9 +11,7 @@ from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.graphs.tensors import multiplied_parameters, parameters
 
-LAYER = LayerConfig(
-    attention=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160)
-)
+LAYER = LayerConfig(mixer=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160))
 CONFIG = ModelConfig(
     model_type="llama",
     vocab_size=320,
@@ -99,7 +97,7 @@ def test_impossible_ropes_are_refused(inv_freq: tuple[float, ...], words: str) -
     ],
 )
 def test_a_layer_that_does_not_fit_is_refused(changes: dict, words: str) -> None:
-    other = replace(LAYER, attention=replace(LAYER.attention, **changes))
+    other = replace(LAYER, mixer=replace(LAYER.attention, **changes))
     with pytest.raises((ModelFormatError, UnsupportedModelError), match=words):
         replace(CONFIG, layers=(LAYER, other))
 

@@ -33,7 +33,7 @@ from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize
 
 ROUTING = Routing(experts=5, used=2, normalized=False, scale=1.5)
 LAYER = LayerConfig(
-    attention=Attention(heads=6, kv_heads=2, head_dim=16),
+    mixer=Attention(heads=6, kv_heads=2, head_dim=16),
     mlp=Mlp(intermediate=160),
     experts=ROUTING,
 )

@@ -148,7 +148,7 @@ def _described(card: ModelCard | None) -> dict[str, Any]:
     if card is None:
         return {"parameters": "", "template": "", "model_info": {}, "capabilities": ["completion"]}
     config, family = card.config, card.config.model_type
-    attentions = [layer.attention for layer in config.layers]
+    attentions = config.attentions.values()
     return {
         "parameters": "".join(
             f"{name} {getattr(card.options, name)}\n"

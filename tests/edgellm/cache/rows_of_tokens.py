@@ -26,7 +26,7 @@ def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: in
         hidden_size=32,
         layers=tuple(
             LayerConfig(
-                attention=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window),
+                mixer=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window),
                 mlp=Mlp(intermediate=32),
             )
             for window in windows

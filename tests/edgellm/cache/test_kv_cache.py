@@ -26,7 +26,7 @@ from edgellm.kernels.kv_blocks import BLOCK
 
 def layer(rope: int, window: int | None = None) -> LayerConfig:
     return LayerConfig(
-        attention=Attention(heads=2, kv_heads=1, head_dim=16, rope=rope, window=window),
+        mixer=Attention(heads=2, kv_heads=1, head_dim=16, rope=rope, window=window),
         mlp=Mlp(intermediate=32),
     )
 
@@ -169,7 +169,7 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
     attention = Attention(heads=8, kv_heads=8, head_dim=20)
     odd = replace(
         CONFIG,
-        layers=(replace(CONFIG.layers[0], attention=attention),),
+        layers=(replace(CONFIG.layers[0], mixer=attention),),
         ropes=(Rope(inv_freq=(1.0, 0.1, 0.01)),),
     )
     with pytest.raises(OptionError, match="head_dim is 20"):
@@ -265,7 +265,7 @@ def test_some_shifts_move_and_some_start_again() -> None:
 
 def test_keys_that_are_scaled_after_rope_do_not_turn() -> None:
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, qk_norm="head_after_rope"))
+        replace(layer, mixer=replace(layer.attention, qk_norm="head_after_rope"))
         for layer in CONFIG.layers
     )
     cache = make(config=replace(CONFIG, layers=layers))

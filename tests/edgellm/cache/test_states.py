@@ -52,12 +52,13 @@ def compute(
     """A step of a back end, within a reservation."""
     start, end = len(sequence), len(sequence) + len(tokens)
     rows = np.repeat(np.array(tokens, np.float32), VALUE).reshape(-1, 1, VALUE)
-    for layer, (group, _) in enumerate(cache.places):
+    for layer, (group, slot) in enumerate(cache.places):
         if isinstance(cache.groups[group].group, CacheGroup):
             kv, slot = sequence.view(layer)
             append(kv.blocks, kv.table, slot, start, rows, rows)
             continue
-        view, slot = sequence.states(layer, start, end)
+        view = sequence.states(start, end)[group]
+        assert view is not None
         state, done = 0.0, 0
         if view.source is not None:
             (state,) = set(view.blocks.states[view.source, slot].tolist())
@@ -79,10 +80,11 @@ def check(cache: KVCache, sequence: Sequence) -> None:
     """The next token finds the states after all tokens, and the K and V that it sees."""
     length = len(sequence)
     with sequence.reserved(1):
-        for layer, (group, _) in enumerate(cache.places):
+        for layer, (group, slot) in enumerate(cache.places):
             kind = cache.groups[group].group
             if isinstance(kind, StateGroup):
-                view, slot = sequence.states(layer, length, length + 1)
+                view = sequence.states(length, length + 1)[group]
+                assert view is not None
                 assert (view.source is None) == (length == 0)
                 if view.source is not None:
                     found = view.blocks.states[view.source, slot]

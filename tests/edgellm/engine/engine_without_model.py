@@ -21,6 +21,7 @@ from edgellm.engine.samples import forked_requests
 from edgellm.engine.thread import EngineThread
 from edgellm.engine.token_table import TokenTable
 from edgellm.generation_options import GenerationOptions
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp
 from edgellm.kernels.sampling import Logits
 from edgellm.options import EngineOptions
 
@@ -69,7 +70,8 @@ class StateBackend(Backend):
 
     def _rows(self, span: Span) -> Rows:
         start, tokens = len(span.sequence), span.tokens
-        view, _ = span.sequence.states(1, start, start + len(tokens))
+        view = span.sequence.states(start, start + len(tokens))[1]
+        assert view is not None
         state = 0.0 if view.source is None else float(view.blocks.states[view.source, 0, 0])
         states = [state := folded([token], state) for token in tokens]
         for count, block in view.targets:
@@ -107,9 +109,10 @@ def start(
         states: a second layer has a state, from which the tokens come.
         options: of the engine.
     """
-    attention = SimpleNamespace(window=None, qk_norm="none", rope=0, kv_heads=1, head_dim=8)
+    attention = Attention(heads=1, kv_heads=1, head_dim=8)
     config: Any = SimpleNamespace(
-        layers=[SimpleNamespace(attention=attention)],
+        layers=[LayerConfig(mixer=attention, mlp=Mlp(intermediate=32))],
+        has_states=False,
         layer_count=1,
         head_dim=8,
         kv_heads=1,

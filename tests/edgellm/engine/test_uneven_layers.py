@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
     hidden_size=HIDDEN,
     layers=tuple(
         LayerConfig(
-            attention=Attention(
+            mixer=Attention(
                 heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIM, window=window, qkv_bias=True
             ),
             mlp=Mlp(intermediate=width),

@@ -55,7 +55,7 @@ def memory(*, rotated: int = 16, scale: float = 1.0) -> Memory:
         hidden_size=64,
         layers=(
             LayerConfig(
-                attention=Attention(heads=6, kv_heads=2, head_dim=16, qkv_bias=True),
+                mixer=Attention(heads=6, kv_heads=2, head_dim=16, qkv_bias=True),
                 mlp=Mlp(intermediate=96),
             ),
         ),
@@ -146,7 +146,7 @@ def test_what_keys_have_in_common() -> None:
     assert basis.offsets is not None
     np.testing.assert_allclose(basis.offsets[0], exact, atol=1e-5)
     attention = replace(config.attention, softcap=4.0)
-    capped = replace(config, layers=(replace(config.layers[0], attention=attention),))
+    capped = replace(config, layers=(replace(config.layers[0], mixer=attention),))
     assert not np.any(choose_basis(RandomCheckpoint(capped)).offsets)
 
 
