@@ -7,19 +7,18 @@
 
 class DeltaNetRows {
 public:
-    DeltaNetRows(const edgellm::DeltaNet& net, const edgellm::DeltaInputs& inputs,
-                 const edgellm::DeltaNetBuffers& buffers, const edgellm::StateSpan* spans, int span_count,
-                 int rows, int threads)
-        : net_(net), inputs_(inputs), b_(buffers), spans_(spans), rows_(rows), first_(span_count + 1) {
-        for (int s = 0; s < span_count; ++s) first_[s + 1] = first_[s] + spans[s].rows;
+    // `state`: where the layer's state begins in a target's block.
+    DeltaNetRows(const edgellm::DeltaNet& net, const float* in, float* workspace, std::vector<edgellm::DeltaSpan> spans,
+                 size_t state, int rows, int threads)
+        : net_(net), in_(in), b_(edgellm::DeltaNetBuffers::in(workspace, net, rows)), spans_(std::move(spans)),
+          state_(state), rows_(rows), first_(spans_.size() + 1) {
+        for (size_t s = 0; s < spans_.size(); ++s) first_[s + 1] = first_[s] + spans_[s].rows;
         // one row is too little for a task of its own
-        columns_at_once_ = rows_ < 8 * span_count ? net.value_dim : edgellm::STATE_COLUMNS;
+        columns_at_once_ = rows_ < 8 * span_count() ? net.value_dim : edgellm::STATE_COLUMNS;
         rows_at_once_ = std::max(1, std::min(16, rows_ * net.key_heads / (8 * threads)));
     }
 
-    static constexpr int PHASES = 2;
-
-    // All of it but the norms and gates of the outputs.
+    // All of it but the norms and gates of the outputs, in two phases.
     void run(edgellm::Worker& worker) const {
         const int runs = (rows_ + rows_at_once_ - 1) / rows_at_once_;
         worker.each(runs * net_.key_heads, [&](int item) {
@@ -27,8 +26,7 @@ public:
             for (int r = begin; r < std::min(rows_, begin + rows_at_once_); ++r) prepare(r, head);
         });
         const int parts = net_.value_dim / columns_at_once_, tasks = net_.value_heads * parts;
-        const int spans = static_cast<int>(first_.size()) - 1;
-        worker.each(spans * (tasks + 1), [&](int item) {
+        worker.each(span_count() * (tasks + 1), [&](int item) {
             const int span = item / (tasks + 1), task = item % (tasks + 1);
             if (task == tasks) return store_columns(span);
             const int begin = task % parts * columns_at_once_;
@@ -37,11 +35,11 @@ public:
     }
 
     // The outputs of a row, normalized and gated: `out` is [value_heads, value_dim].
-    void finish(int r, float* out) const {
-        const float* gate = inputs_.row(r) + inputs_.z;
+    void finish(int r, float epsilon, float* out) const {
+        const float* gate = row(r) + net_.z_at();
         for (int head = 0; head < net_.value_heads; ++head) {
             const float* o = value(head, r);
-            const Vec scale = splat(inverse_rms(o, net_.value_dim, net_.epsilon));
+            const Vec scale = splat(inverse_rms(o, net_.value_dim, epsilon));
             for (int d = 0; d < net_.value_dim; d += LANES) {
                 const Vec normed = load(o + d) * scale * load(net_.norm + d);
                 store(out + d, normed * activated(load(gate + d), edgellm::SILU));
@@ -52,6 +50,8 @@ public:
     }
 
 private:
+    int span_count() const { return static_cast<int>(spans_.size()); }
+    const float* row(int r) const { return in_ + size_t(r) * net_.outputs(); }
     float* key(int head, int r) const { return b_.keys + (size_t(head) * rows_ + r) * 2 * net_.key_dim; }
     float* value(int head, int r) const { return b_.values + (size_t(head) * rows_ + r) * net_.value_dim; }
     float* numbers(int head, int r) const { return b_.numbers + (size_t(head) * rows_ + r) * 3; }
@@ -64,7 +64,7 @@ private:
     // sequence are not there.
     struct Taps {
         int first;
-        const float* row[edgellm::MOST_TAPS];
+        const float* rows[edgellm::MOST_DELTA_TAPS];
     };
     Taps taps_of(int r) const {
         const int span = span_of(r), before = net_.taps - 1;
@@ -72,7 +72,7 @@ private:
         Taps taps{source ? 0 : std::max(0, before - (r - first_[span])), {}};
         for (int i = taps.first; i <= before; ++i) {
             const int at = r - before + i, old = at - first_[span] + before;
-            taps.row[i] = at >= first_[span] ? inputs_.row(at) : source + size_t(old) * net_.channels();
+            taps.rows[i] = at >= first_[span] ? row(at) : source + size_t(old) * net_.channels();
         }
         return taps;
     }
@@ -84,7 +84,7 @@ private:
         for (int c = 0; c < count; c += LANES) {
             Vec sum = {};
             for (int i = taps.first; i < end; ++i)
-                sum += load(taps.row[i] + channel + c) * load(conv + size_t(i) * channels + c);
+                sum += load(taps.rows[i] + channel + c) * load(conv + size_t(i) * channels + c);
             store(out + c, activated(sum, edgellm::SILU));
         }
     }
@@ -108,15 +108,15 @@ private:
         unit(k, 1.0f);
         Vec product = {};
         for (int i = 0; i < dim; i += LANES) product += load(k + i) * load(q + i);
-        const float both = sum_of(product), *row = inputs_.row(r);
+        const float both = sum_of(product), *a = row(r) + net_.a_at(), *b = row(r) + net_.b_at();
         for (int i = 0; i < net_.ratio(); ++i) {
             const int value_head = net_.value_head_of(head, i);
             convolve(taps, 2 * net_.keys() + value_head * net_.value_dim, net_.value_dim, value(value_head, r));
-            const float t = row[inputs_.a + value_head] + net_.dt_bias[value_head];
+            const float t = a[value_head] + net_.dt_bias[value_head];
             const float softplus = t > 20 ? t : std::log1p(std::exp(t));
             float* number = numbers(value_head, r);
             number[0] = std::exp(net_.decay[value_head] * softplus);
-            number[1] = 1 / (1 + std::exp(-row[inputs_.b + value_head]));
+            number[1] = 1 / (1 + std::exp(-b[value_head]));
             number[2] = both;
         }
     }
@@ -160,7 +160,7 @@ private:
     // Columns of a value head through all rows of a span. With S the matrix before a row, v' = beta (v - e^g S^T k) is
     // what it changes by, and its output is e^g S^T q + (k * q) v'.
     void recur(int span, int head, int first) const {
-        const edgellm::StateSpan& at = spans_[span];
+        const edgellm::DeltaSpan& at = spans_[span];
         const int dim = net_.key_dim, key_head = net_.key_head_of(head), inner = first % edgellm::STATE_COLUMNS;
         const size_t offset = net_.columns() + head * net_.matrix() + size_t(first - inner) * dim + inner;
         float* s = static_cast<float*>(edgellm::scratch(4 * size_t(dim) * edgellm::STATE_COLUMNS));
@@ -174,7 +174,7 @@ private:
             pass(from, s, dim, k, forget, change, next, by_k, by_q);
             if (r - first_[span] == target->rows) {
                 for (int i = 0; i < dim; ++i)
-                    std::memcpy(target->state + offset + size_t(i) * edgellm::STATE_COLUMNS,
+                    std::memcpy(target->block + state_ + offset + size_t(i) * edgellm::STATE_COLUMNS,
                                 s + size_t(i) * edgellm::STATE_COLUMNS, 4 * WIDTH);
                 ++target;
             }
@@ -188,42 +188,45 @@ private:
                 store(o + v * LANES, by_q.v[v] * splat(forget) + change.v[v] * splat(both));
             });
         }
-        pass(from, target->state + offset, dim, k, forget, change, k, by_k, by_q);
+        pass(from, target->block + state_ + offset, dim, k, forget, change, k, by_k, by_q);
     }
 
     // The last inputs of the convolution after the rows that each target names. A span of few rows keeps some of its
     // source, which may be where they go: they move to the front.
     void store_columns(int span) const {
-        const edgellm::StateSpan& at = spans_[span];
+        const edgellm::DeltaSpan& at = spans_[span];
         const int before = net_.taps - 1, channels = net_.channels();
-        for (int t = 0; t < at.target_count; ++t)
+        const edgellm::StateTarget* target = at.targets;
+        for (bool last = false; !last; ++target) {
+            last = target->rows == at.rows;
             for (int i = 0; i < before; ++i) {
-                const int row = at.targets[t].rows - before + i;
-                float* to = at.targets[t].state + size_t(i) * channels;
-                if (row >= 0)
-                    std::memcpy(to, inputs_.row(first_[span] + row), 4 * size_t(channels));
+                const int row_of = target->rows - before + i;
+                float* to = target->block + state_ + size_t(i) * channels;
+                if (row_of >= 0)
+                    std::memcpy(to, row(first_[span] + row_of), 4 * size_t(channels));
                 else if (at.source)
-                    std::memmove(to, at.source + size_t(row + before) * channels, 4 * size_t(channels));
+                    std::memmove(to, at.source + size_t(row_of + before) * channels, 4 * size_t(channels));
                 else
                     std::fill(to, to + channels, 0.0f);
             }
+        }
     }
 
     const edgellm::DeltaNet& net_;
-    const edgellm::DeltaInputs inputs_;
+    const float* in_;
     const edgellm::DeltaNetBuffers b_;
-    const edgellm::StateSpan* spans_;
+    const std::vector<edgellm::DeltaSpan> spans_;
+    const size_t state_;
     const int rows_;
     std::vector<int> first_;  // row of each span, and behind the last
     int columns_at_once_, rows_at_once_;
 };
 
 inline void delta_net(const edgellm::DeltaNetCall& call) {
-    const edgellm::DeltaNet& net = call.net;
-    const DeltaNetRows rows(net, call.inputs, edgellm::DeltaNetBuffers::in(call.workspace, net, call.rows), call.spans,
-                            call.span_count, call.rows, call.threads);
-    edgellm::run_team(call.threads, DeltaNetRows::PHASES + 1, [&](edgellm::Worker& worker) {
+    const DeltaNetRows rows(call.net, call.in, call.workspace, {call.spans, call.spans + call.span_count}, 0, call.rows,
+                            call.threads);
+    edgellm::run_team(call.threads, 3, [&](edgellm::Worker& worker) {
         rows.run(worker);
-        worker.each(call.rows, [&](int r) { rows.finish(r, call.out + size_t(r) * net.values()); });
+        worker.each(call.rows, [&](int r) { rows.finish(r, call.epsilon, call.out + size_t(r) * call.net.values()); });
     });
 }

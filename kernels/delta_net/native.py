@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
 from edgellm.kernels.delta_net.weights import DeltaNetWeights
+from edgellm.kernels.linear import PANEL
+from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import address
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class StateSpan:
+class DeltaSpan:
     """Consecutive rows of one sequence, and the states before and after them.
 
     Attributes:
@@ -31,40 +33,36 @@ class StateSpan:
     targets: Sequence[tuple[int, Floats]]
 
 
-class NetPointers(ctypes.Structure):
-    """DeltaNetWeights for C++; the fields are those of call.h, in their order."""
+class DeltaNetLayer(ctypes.Structure):
+    """Gated delta net of a layer; the fields are those of call.h, in their order.
+
+    Decay rates act on all tokens behind, so a and b, 1 % of the projections, take 16-bit inputs.
+    """
 
     _fields_ = [
+        *((name, LinearLayer) for name in ("qkv", "z", "a", "b")),
         *((name, ctypes.c_void_p) for name in ("conv", "decay", "dt_bias", "norm")),
-        ("epsilon", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("key_heads", "value_heads", "key_dim", "value_dim")),
         *((name, ctypes.c_int32) for name in ("taps", "tiled")),
     ]
 
     @classmethod
-    def of(cls, net: DeltaNetWeights) -> NetPointers:
+    def of(cls, net: DeltaNetWeights) -> DeltaNetLayer:
         """Point at the weights, which must outlive the structure."""
         return cls(
+            layer_of(net.qkv),
+            layer_of(net.z),
+            layer_of(net.a, fine=True),
+            layer_of(net.b, fine=True),
             *(address(each) for each in (net.conv, net.decay, net.dt_bias, net.norm)),
-            net.epsilon,
             *(net.key_heads, net.value_heads, net.key_dim, net.value_dim, net.taps, net.tiled),
         )
-
-
-class _Inputs(ctypes.Structure):
-    """Projections of all rows; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        ("rows", ctypes.c_void_p),
-        ("step", ctypes.c_size_t),
-        *((name, ctypes.c_int32) for name in ("z", "a", "b")),
-    ]
 
 
 class _Target(ctypes.Structure):
     """Target of a state; the fields are those of call.h, in their order."""
 
-    _fields_ = [("state", ctypes.c_void_p), ("rows", ctypes.c_int32)]
+    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
 
 
 class _Span(ctypes.Structure):
@@ -73,7 +71,7 @@ class _Span(ctypes.Structure):
     _fields_ = [
         ("source", ctypes.c_void_p),
         ("targets", ctypes.POINTER(_Target)),
-        *((name, ctypes.c_int32) for name in ("target_count", "rows")),
+        ("rows", ctypes.c_int32),
     ]
 
 
@@ -81,11 +79,12 @@ class _Call(ctypes.Structure):
     """Arguments of one call; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("net", NetPointers),
-        ("inputs", _Inputs),
+        ("net", DeltaNetLayer),
+        ("in", ctypes.c_void_p),
         ("spans", ctypes.POINTER(_Span)),
         ("out", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
+        ("epsilon", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("span_count", "rows", "threads")),
     ]
 
@@ -93,50 +92,48 @@ class _Call(ctypes.Structure):
 def delta_net(
     library: ctypes.CDLL,
     net: DeltaNetWeights,
-    inputs: Floats,
-    spans: Sequence[StateSpan],
+    projections: tuple[Floats, Floats, Floats, Floats],
+    epsilon: float,
+    spans: Sequence[DeltaSpan],
     *,
     threads: int = 1,
 ) -> Floats:
-    """Compute what the output projection reads, `[C, values]`, and write the states.
+    """Compute what the output projection reads, `[C, size]`, and write the states.
 
     Args:
         library: the compiled kernels.
-        inputs: q, k and v before the convolution, z, a and b of each row,
-            `[C, channels + values + 2 * value_heads]`.
+        projections: those of all rows, as in `reference.py`.
+        epsilon: epsilon of the norms of the outputs.
         spans: rows of the sequences, one behind the other.
 
     Raises:
-        ValueError: weights, inputs or spans do not fit.
+        ValueError: projections or spans do not fit.
     """
-    net.check()
     rows = sum(span.rows for span in spans)
-    z = net.channels
-    a = z + net.values
-    b = a + net.value_heads
-    width = b + net.value_heads
-    source = floats(inputs, (rows, width), "inputs")
     for span in spans:
         _check(span, net)
-    out = np.empty((rows, net.values), np.float32)
-    workspace = np.empty(
-        rows * (2 * net.keys + net.values + 3 * net.value_heads), np.float32
-    )  # DeltaNetBuffers::floats
+    given = np.concatenate([_in_panels(each) for each in projections], axis=1)
+    a, width = -(-net.a.outputs // PANEL) * PANEL, net.channels + net.size
+    source = floats(given, (rows, width + 2 * a), "projections")
+    out = np.empty((rows, net.size), np.float32)
+    numbers = 2 * net.keys + net.size + 3 * net.value_heads
+    workspace = np.empty(rows * numbers, np.float32)
     targets = [
         (_Target * len(span.targets))(*(_Target(address(to), n) for n, to in span.targets))
         for span in spans
     ]
     call = _Call(
-        NetPointers.of(net),
-        _Inputs(address(source), width, z, a, b),
+        DeltaNetLayer.of(net),
+        address(source),
         (_Span * len(spans))(
             *(
-                _Span(address(span.source), to, len(to), span.rows)
+                _Span(address(span.source), to, span.rows)
                 for span, to in zip(spans, targets, strict=True)
             )
         ),
         address(out),
         address(workspace),
+        epsilon,
         len(spans),
         rows,
         threads,
@@ -145,7 +142,12 @@ def delta_net(
     return out
 
 
-def _check(span: StateSpan, net: DeltaNetWeights) -> None:
+def _in_panels(x: Floats) -> Floats:
+    """Return rows padded to whole panels, as the products leave them."""
+    return np.pad(x, ((0, 0), (0, -x.shape[1] % PANEL)))
+
+
+def _check(span: DeltaSpan, net: DeltaNetWeights) -> None:
     ends = [rows for rows, _ in span.targets]
     if ends != sorted(set(ends)) or not ends or ends[0] < 1 or ends[-1] != span.rows:
         raise ValueError(f"targets after {ends} rows; needed are rising ones up to {span.rows}")

@@ -13,16 +13,20 @@ _UNIT_EPSILON = 1e-6  # of the norms of q and k
 
 
 def delta_net(
-    net: DeltaNetWeights, qkv: Floats, z: Floats, a: Floats, b: Floats, state: Floats | None
+    net: DeltaNetWeights,
+    projections: tuple[Floats, Floats, Floats, Floats],
+    epsilon: float,
+    state: Floats | None = None,
 ) -> tuple[Floats, Floats]:
     """Compute what the output projection reads, and the state after the last row.
 
     Args:
-        qkv: q, k and v before the convolution, `[C, channels]`.
-        z: gate of the outputs, `[C, values]`.
-        a, b: step sizes and learning rates before their functions, `[C, value_heads]`.
+        projections: q, k and v before the convolution `[C, channels]`, the gate of the outputs
+            `[C, size]`, step sizes and learning rates before their functions `[C, value_heads]`.
+        epsilon: epsilon of the norms of the outputs.
         state: state before the first row; None: all zeros.
     """
+    qkv, z, a, b = projections
     rows, heads = len(qkv), net.value_heads
     columns, s = _unpacked(net, np.zeros(net.state_size) if state is None else state)
     inputs = np.concatenate([columns, qkv])
@@ -40,7 +44,7 @@ def delta_net(
         change = learned[row, :, None] * (v[row] - np.einsum("hkv,hk->hv", s, k[row]))
         s = s + k[row, :, :, None] * change[:, None, :]
         out[row] = np.einsum("hkv,hk->hv", s, q[row])
-    scale = np.sqrt((out * out).mean(axis=-1, keepdims=True) + net.epsilon)
+    scale = np.sqrt((out * out).mean(axis=-1, keepdims=True) + epsilon)
     out = (out / scale * net.norm).reshape(rows, -1) * _silu(z)
     return out, _packed(net, inputs[rows:], s)
 

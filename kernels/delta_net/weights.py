@@ -1,4 +1,4 @@
-"""Weights of the gated delta net between the projections of a layer, and their sizes."""
+"""Weights of a gated delta net in the fused step."""
 
 from __future__ import annotations
 
@@ -7,39 +7,49 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.linear import PackedWeights
+
 Floats = NDArray[np.float32]
 
 # Columns of a head's matrix that lie side by side in a state.
 STATE_COLUMNS = 32
-_MOST_TAPS = 8
-_LANES = 16  # of the widest vector
+MOST_TAPS = 8
+LANES = 16  # of the widest vector
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetWeights:
-    """Weights of a gated delta net (Yang et al., arXiv:2412.06464).
+    """Weights of a layer's gated delta net (Yang et al., arXiv:2412.06464); see `StateMixer`.
 
     A state is `[taps - 1, channels]` inputs of the convolution, the oldest first, then the matrix
     of each value head, `[value_heads, value_dim / 32, key_dim, 32]`.
 
     Attributes:
+        qkv, z, a, b: projections to q, k and v, to the gate of the outputs, to step sizes and to
+            learning rates.
         conv: weight of the convolution over q, k and v, `[taps, channels]`; the last tap is for a
             row itself.
         decay: rates of forgetting, below 0, `[value_heads]`.
         dt_bias: bias of the step sizes, `[value_heads]`.
         norm: weight of the norm of each head's output, `[value_dim]`.
-        epsilon: epsilon of that norm.
         tiled: whether value head j has key head `j % key_heads`, as in GGUF files; else it has
             `j // (value_heads / key_heads)`.
     """
 
+    qkv: PackedWeights
+    z: PackedWeights
+    a: PackedWeights
+    b: PackedWeights
     conv: Floats
     decay: Floats
     dt_bias: Floats
     norm: Floats
-    epsilon: float
     key_heads: int
     tiled: bool = False
+
+    @property
+    def linears(self) -> tuple[PackedWeights, ...]:
+        return self.qkv, self.z, self.a, self.b
 
     @property
     def value_heads(self) -> int:
@@ -50,14 +60,14 @@ class DeltaNetWeights:
         return len(self.norm)
 
     @property
-    def values(self) -> int:
+    def size(self) -> int:
         """Width of v, of z and of the output."""
         return self.value_heads * self.value_dim
 
     @property
     def keys(self) -> int:
         """Width of q and of k."""
-        return (self.channels - self.values) // 2
+        return (self.channels - self.size) // 2
 
     @property
     def key_dim(self) -> int:
@@ -83,32 +93,36 @@ class DeltaNetWeights:
             return head % self.key_heads
         return head // (self.value_heads // self.key_heads)
 
-    def check(self) -> None:
-        """Refuse weights that do not fit together.
+    def check(self, hidden: int) -> None:
+        self._check_heads()
+        outputs = {"qkv": self.channels, "z": self.size, "a": self.value_heads}
+        for name, needed in {**outputs, "b": self.value_heads}.items():
+            linear: PackedWeights = getattr(self, name)
+            if (linear.outputs, linear.inputs) != (needed, hidden):
+                raise ValueError(
+                    f"{name} is {(linear.outputs, linear.inputs)}; needed is {(needed, hidden)}"
+                )
+        vectors = {"decay": self.value_heads, "dt_bias": self.value_heads, "norm": self.value_dim}
+        for name, array in (("conv", self.conv), *((n, getattr(self, n)) for n in vectors)):
+            shape = (vectors[name],) if name in vectors else array.shape
+            if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}; needed is float32 {shape}"
+                )
 
-        Raises:
-            ValueError: a size is not what the kernels take; the message names it.
-        """
-        heads, dims = (self.key_heads, self.value_heads), (self.key_dim, self.value_dim)
-        if self.channels != 2 * self.keys + self.values or self.keys % self.key_heads:
+    def _check_heads(self) -> None:
+        keys, values = self.key_heads, self.value_heads
+        if self.channels != 2 * self.keys + self.size or self.keys % keys:
             raise ValueError(
-                f"a convolution of {self.channels} channels; {self.value_heads} value heads of "
-                f"{self.value_dim} leave no {self.key_heads} key heads for q and k"
+                f"a convolution of {self.channels} channels; {values} value heads of "
+                f"{self.value_dim} leave no {keys} key heads for q and k"
             )
-        if heads[1] % heads[0]:
-            raise ValueError(f"{heads[1]} value heads are no multiple of {heads[0]} key heads")
-        if dims[0] % _LANES or dims[1] % STATE_COLUMNS:
+        if values % keys:
+            raise ValueError(f"{values} value heads are no multiple of {keys} key heads")
+        if self.key_dim % LANES or self.value_dim % STATE_COLUMNS:
             raise ValueError(
-                f"heads of {dims[0]} and {dims[1]} numbers; needed are multiples of {_LANES} and "
-                f"of {STATE_COLUMNS}"
+                f"heads of {self.key_dim} and {self.value_dim} numbers; needed are multiples of "
+                f"{LANES} and of {STATE_COLUMNS}"
             )
-        if not 2 <= self.taps <= _MOST_TAPS:
-            raise ValueError(f"{self.taps} taps; needed are 2 to {_MOST_TAPS}")
-        for name, size in (("decay", heads[1]), ("dt_bias", heads[1]), ("norm", dims[1])):
-            array: Floats = getattr(self, name)
-            if array.shape != (size,):
-                raise ValueError(f"{name} is {array.shape}; needed is ({size},)")
-        for name in ("conv", "decay", "dt_bias", "norm"):
-            array = getattr(self, name)
-            if array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ValueError(f"{name} is {array.dtype}; needed is float32 without gaps")
+        if not 2 <= self.taps <= MOST_TAPS:
+            raise ValueError(f"{self.taps} taps; needed are 2 to {MOST_TAPS}")

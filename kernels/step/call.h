@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attention/call.h"
+#include "../delta_net/call.h"
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
@@ -10,7 +11,7 @@
 namespace edgellm {
 
 enum Activation : int32_t { SILU, GELU_TANH };
-enum Mixer : int32_t { ATTENTION, SHORT_CONV };
+enum Mixer : int32_t { ATTENTION, SHORT_CONV, DELTA_NET };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
 struct Norm {
@@ -21,6 +22,7 @@ struct Norm {
 struct Layer {
     // q, k and v are those of attention; gate without panels where there is none; with a router the three of all experts, one behind the other
     Linear q, k, v, o, gate, up, down;
+    Linear output_gate;  // of attention; without panels where there is none
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     Norm post_attention_norm, mlp_norm;
@@ -29,19 +31,22 @@ struct Layer {
     HeadNorms head_norms;
     Router router;
     ShortConv short_conv;
+    DeltaNet delta_net;
     float scale, softcap;  // of the scores; softcap 0: none
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, or its state, and as which layer
     int32_t mixer, state_size;  // state_size: floats of its state; 0 where it attends
 
     bool attends() const { return mixer == ATTENTION; }
+    int qkv_outputs() const { return q.outputs + k.outputs + v.outputs; }
     // What the mixer's input projections give for a row.
     int mixed_outputs() const {
-        return attends() ? q.outputs + k.outputs + v.outputs : short_conv.in.outputs;
+        if (mixer == SHORT_CONV) return short_conv.in.outputs;
+        return mixer == DELTA_NET ? delta_net.outputs() : qkv_outputs() + output_gate.outputs;
     }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
-    bool any_fine() const { return q.fine || k.fine || v.fine; }
+    bool any_fine() const { return q.fine || k.fine || v.fine || delta_net.a.fine; }
 };
 
 // A decoder-only transformer; the same fields, in the same order, as in native.py.

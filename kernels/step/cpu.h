@@ -4,6 +4,7 @@
 // do not write to each other's.
 struct Buffers {
     float *residual, *branch, *mixed, *q, *parts;  // branch: what a norm takes before it is added
+    float* delta;  // between the phases of a delta net
     edgellm::Rows x;
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
@@ -14,11 +15,14 @@ struct Buffers {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
         int mixed_outputs = 0, width = 0, intermediate = 0;
+        size_t delta_floats = 0;
         bool behind = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
             width = std::max(width, layer.o.inputs);
+            if (layer.mixer == edgellm::DELTA_NET)
+                delta_floats = std::max(delta_floats, edgellm::DeltaNetBuffers::floats(layer.delta_net, rows));
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight;
         }
@@ -35,6 +39,7 @@ struct Buffers {
         mixed = floats(size_t(rows) * mixed_outputs);
         q = floats(size_t(rows) * width);
         parts = floats(sums);
+        delta = floats(delta_floats);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
@@ -78,6 +83,8 @@ public:
             const edgellm::Layer& layer = model_.layers[l];
             if (layer.mixer == edgellm::SHORT_CONV)
                 run_short_conv(worker, layer, l);
+            else if (layer.mixer == edgellm::DELTA_NET)
+                run_delta_net(worker, layer, l);
             else
                 run_attention(worker, layer, l);
             add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
@@ -143,6 +150,30 @@ private:
         short_conv(worker, conv, mixing(layer));
     }
 
+    void run_delta_net(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::DeltaNet& net = layer.delta_net;
+        const edgellm::Mixing here = mixing(layer);
+        enter_layer(worker, l, net.qkv);
+        multiply(worker, {{&net.qkv, b_.mixed},
+                          {&net.z, b_.mixed + net.z_at()},
+                          {&net.a, b_.mixed + net.a_at()},
+                          {&net.b, b_.mixed + net.b_at()}},
+                 b_.x, net.outputs(), false);
+        std::vector<edgellm::DeltaSpan> spans;
+        for (int s = 0; s < call_.span_count; ++s)
+            spans.push_back({here.before(s), call_.spans[s].states[layer.pool].targets, call_.spans[s].rows});
+        const DeltaNetRows rows(net, b_.mixed, b_.delta, std::move(spans), here.state, rows_, call_.threads);
+        rows.run(worker);
+        every_row(
+            worker,
+            [&](int r) {
+                float* out = static_cast<float*>(edgellm::scratch(4 * size_t(net.values())));
+                rows.finish(r, model_.epsilon, out);
+                quantize_groups(out, 0, net.values() / edgellm::GROUP, here.out, r, false);
+            },
+            weights(layer.o));
+    }
+
     void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
         const edgellm::Rows attended = mixer_out(layer);
@@ -150,7 +181,8 @@ private:
         const int outputs = layer.mixed_outputs();
         multiply(worker, {{&layer.q, b_.mixed},
                           {&layer.k, b_.mixed + layer.q.outputs},
-                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs}},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float* qkv = b_.mixed + size_t(r) * outputs;
@@ -160,8 +192,7 @@ private:
         });
         attention(worker, layer, heads);
         every_row(
-            worker, [&](int r) { join_splits(call_.pools[layer.pool], heads, attended, r); },
-            weights(layer.o));
+            worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
     }
 
     // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
@@ -186,7 +217,9 @@ private:
                   size_t step, bool add, int rows = 0) const {
         if (rows == 0) rows = rows_;
         const auto run_of = [&](const Product& p) { return panels_at_once(*p.linear, rows, call_.threads); };
-        const auto items = [&](const Product& p) { return (p.linear->count() + run_of(p) - 1) / run_of(p); };
+        const auto items = [&](const Product& p) {
+            return p.linear->panels ? (p.linear->count() + run_of(p) - 1) / run_of(p) : 0;
+        };
         int count = 0;
         for (const Product& p : products) count += items(p);
         worker.each(count, [&](int item) {
@@ -342,8 +375,9 @@ private:
         });
     }
 
-    void join_splits(const edgellm::KV& kv, const edgellm::Heads& heads, const edgellm::Rows& attended,
+    void join_splits(const edgellm::Layer& layer, const edgellm::Heads& heads, const edgellm::Rows& attended,
                      int r) const {
+        const edgellm::KV& kv = call_.pools[layer.pool];
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
         const int span = span_of_[r], group = heads.group;
         for (int head = 0; head < heads.heads; ++head) {
@@ -352,6 +386,10 @@ private:
             for (int s = 1; s < heads.spans[span].splits; ++s)
                 join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
             finish_row(kv, sum, out + head * heads.head_dim);
+        }
+        if (layer.output_gate.panels) {
+            const float* gate = b_.mixed + size_t(r) * layer.mixed_outputs() + layer.qkv_outputs();
+            for (int i = 0; i < heads.width(); i += LANES) store(out + i, load(out + i) * sigmoid(load(gate + i)));
         }
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }

@@ -1,14 +1,17 @@
 // The MLP of some rows, up to its second product; included once for each instruction set.
 
+inline Vec sigmoid(Vec t) {
+    const Vec e = exp_negative(-magnitude(t));
+    return (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
+}
+
 // x * sigmoid(t); t is x itself for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for GELU as tanh has it
 // (Hendrycks and Gimpel, arXiv:1606.08415).
 inline Vec activated(Vec x, int activation) {
     Vec t = x;
     if (activation == edgellm::GELU_TANH)
         t = x * (splat(1.5957691216f) + splat(0.0713548163f) * x * x);
-    const Vec e = exp_negative(-magnitude(t));
-    const Vec share = (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
-    return x * share;
+    return x * sigmoid(t);
 }
 
 inline void add_to(float* x, const float* y, size_t n) {

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
@@ -37,7 +39,7 @@ from edgellm.kernels.step.weights import (
 Floats = NDArray[np.float32]
 
 # In the order of `Mixer` in call.h.
-_MIXERS = (type(None), ShortConvWeights)
+_MIXERS = (type(None), ShortConvWeights, DeltaNetWeights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -65,10 +67,12 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("output_gate", LinearLayer),
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
         ("short_conv", ShortConvLayer),
+        ("delta_net", DeltaNetLayer),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
@@ -157,10 +161,12 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         LinearLayer() if layer.gate is None else layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
+        LinearLayer() if layer.q_gate is None else layer_of(layer.q_gate),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
+        DeltaNetLayer.of(mixer) if isinstance(mixer, DeltaNetWeights) else DeltaNetLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.heads,

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
@@ -19,6 +21,8 @@ from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, W
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
+# Matrices whose inputs have 16 bits in the kernels.
+_FINE = ("v", "delta_a", "delta_b")
 # Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
 
@@ -80,7 +84,7 @@ def through(
         if layer.mixer is None:
             mixed = _attention(normed, layer, product, ropes[layer.rope], format)
         else:
-            mixed = _mixed(normed, layer.mixer, product)
+            mixed = _mixed(normed, layer.mixer, product, weights.epsilon)
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
@@ -120,11 +124,17 @@ def _attention(
         scale=layer.scale,
         softcap=layer.softcap,
     )
-    return attended.reshape(len(x), -1)
+    attended = attended.reshape(len(x), -1)
+    if layer.q_gate is None:
+        return attended
+    return np.asarray(attended / (1 + np.exp(-product(x, "q_gate"))))
 
 
-def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
+def _mixed(x: Floats, mixer: StateMixer, product: _Product, epsilon: float) -> Floats:
     """Compute what a mixer with states gives for all rows of a sequence, from its start."""
+    if isinstance(mixer, DeltaNetWeights):
+        qkv, z, a, b = (product(x, f"delta_{name}") for name in ("qkv", "z", "a", "b"))
+        return delta_net.delta_net(mixer, (qkv, z, a, b), epsilon)[0]
     return short_conv.mix(product(x, "conv_in"), mixer.filters)
 
 
@@ -160,7 +170,7 @@ def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
 def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: int) -> _Product:
     """Return a function for the products of one layer, or of one of its experts.
 
-    V takes its input unrounded, because the kernels round it to 16 bits.
+    Some take their input unrounded, because the kernels round it to 16 bits.
 
     Args:
         part, parts: number of an expert, and of all, of the matrices' rows.
@@ -168,7 +178,7 @@ def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: 
 
     def product(x: Floats, name: str) -> Floats:
         weight = np.split(matrices[prefix + name], parts)[part]
-        if rounded and name != "v":
+        if rounded and name not in _FINE:
             return int8_linear(x.astype(np.float32), weight)
         return x @ weight.T.astype(np.float64)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
@@ -22,7 +23,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 # Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
 # projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
 # `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
-StateMixer = ShortConvWeights
+StateMixer = ShortConvWeights | DeltaNetWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class LayerWeights:
 
     Attributes:
         q, k, v, heads: projections of attention, and its number of query heads.
+        q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
@@ -57,6 +59,7 @@ class LayerWeights:
     k: PackedWeights | None = None
     v: PackedWeights | None = None
     heads: int = 0
+    q_gate: PackedWeights | None = None
     mixer: StateMixer | None = None
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
@@ -107,7 +110,8 @@ class LayerWeights:
     def linears(self) -> tuple[PackedWeights, ...]:
         gate = () if self.gate is None else (self.gate,)
         mixer = self.qkv if self.mixer is None else self.mixer.linears
-        return *mixer, self.o, *gate, self.up, self.down
+        of_outputs = () if self.q_gate is None else (self.q_gate,)
+        return *mixer, *of_outputs, self.o, *gate, self.up, self.down
 
 
 # Vector in LayerWeights -> linear layer with as many outputs, or "hidden" for the residual's width.
@@ -193,7 +197,8 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
     if layer.mixer is None:
         sizes |= _check_attention(layer, hidden)
     else:
-        _require("projections beside a mixer", (layer.q, layer.k, layer.v), (None, None, None))
+        beside = layer.q, layer.k, layer.v, layer.q_gate
+        _require("projections beside a mixer", beside, (None,) * 4)
         layer.mixer.check(hidden)
         _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
@@ -218,6 +223,8 @@ def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
     _require("q", (q.outputs, q.inputs), (width, hidden))
     _require("v", (v.outputs, v.inputs), (k.outputs, hidden))
     _require("k", k.inputs, hidden)
+    if layer.q_gate is not None:
+        _require("q_gate", (layer.q_gate.outputs, layer.q_gate.inputs), (width, hidden))
     # a row of Q ends where K begins: a padded panel would write over it
     if width % heads or width % PANEL or v.outputs % PANEL:
         raise ValueError(

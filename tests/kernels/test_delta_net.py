@@ -5,10 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from random_weights import random_weight
 
 from edgellm.kernels.delta_net import DeltaNetWeights, reference
-from edgellm.kernels.delta_net.native import StateSpan, delta_net
+from edgellm.kernels.delta_net.native import DeltaSpan, delta_net
+from edgellm.kernels.linear import PackedWeights, pack_weight
 
+HIDDEN = 32
+EPSILON = 1e-6
 # key heads, value heads, their widths, taps, tiled
 SHAPES = [
     (2, 2, 16, 32, 4, False),
@@ -27,13 +31,19 @@ def weights(
     def drawn(*shape: int) -> np.ndarray:
         return rng.standard_normal(shape).astype(np.float32)
 
+    def projection(outputs: int) -> PackedWeights:
+        return pack_weight(random_weight("int8_symmetric", outputs, HIDDEN, rng, size=1.0))
+
     channels = 2 * key_heads * key_dim + value_heads * value_dim
     return DeltaNetWeights(
+        qkv=projection(channels),
+        z=projection(value_heads * value_dim),
+        a=projection(value_heads),
+        b=projection(value_heads),
         conv=drawn(taps, channels),
         decay=-np.exp(drawn(value_heads)),
         dt_bias=drawn(value_heads),
         norm=1 + drawn(value_dim) / 4,
-        epsilon=1e-6,
         key_heads=key_heads,
         tiled=tiled,
     )
@@ -44,28 +54,37 @@ def net(request: pytest.FixtureRequest) -> DeltaNetWeights:
     return weights(*request.param)
 
 
-def inputs_of(net: DeltaNetWeights, rows: int, seed: int = 0) -> np.ndarray:
-    width = net.channels + net.values + 2 * net.value_heads
-    x = np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
-    x[:, -2 * net.value_heads :] *= 3
-    return x
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def rows_of(net: DeltaNetWeights, rows: int, seed: int = 0) -> Rows:
+    """Projections of rows."""
+    rng = np.random.default_rng(seed)
+    drawn = [
+        (size * rng.standard_normal((rows, width))).astype(np.float32)
+        for width, size in (
+            (net.channels, 1),
+            (net.size, 1),
+            (net.value_heads, 3),
+            (net.value_heads, 3),
+        )
+    ]
+    return drawn[0], drawn[1], drawn[2], drawn[3]
+
+
+def cut(rows: Rows, first: int, end: int) -> Rows:
+    qkv, z, a, b = rows
+    return qkv[first:end], z[first:end], a[first:end], b[first:end]
 
 
 def state_of(net: DeltaNetWeights, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(net.state_size).astype(np.float32)
 
 
-def expected(
-    net: DeltaNetWeights, inputs: np.ndarray, state: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray]:
-    parts = np.cumsum([net.channels, net.values, net.value_heads])
-    return reference.delta_net(net, *np.split(inputs.astype(np.float64), parts, axis=1), state)
-
-
 def run(
     library: ctypes.CDLL,
     net: DeltaNetWeights,
-    inputs: np.ndarray,
+    rows: Rows,
     state: np.ndarray | None,
     ends: tuple[int, ...],
     *,
@@ -73,7 +92,8 @@ def run(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Outputs, and the states after each of `ends` rows."""
     targets = [(end, np.empty(net.state_size, np.float32)) for end in ends]
-    out = delta_net(library, net, inputs, [StateSpan(len(inputs), state, targets)], threads=threads)
+    span = DeltaSpan(len(rows[0]), state, targets)
+    out = delta_net(library, net, rows, EPSILON, [span], threads=threads)
     return out, [to for _, to in targets]
 
 
@@ -89,12 +109,11 @@ def test_the_reference_computes_what_transformers_does(
     torch = pytest.importorskip("torch")
     qwen = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
     net, rows = weights(*shape), 70
-    inputs = inputs_of(net, rows)
-    parts = np.cumsum([net.channels, net.values, net.value_heads])
-    qkv, z, a, b = (torch.from_numpy(each) for each in np.split(inputs, parts, axis=1))
+    inputs = rows_of(net, rows)
+    qkv, z, a, b = map(torch.from_numpy, inputs)
     conv = torch.from_numpy(net.conv.T.copy())
     mixed = qwen.causal_conv1d_fn(qkv.T[None], conv, activation="silu")[0].T
-    q, k, v = torch.split(mixed, [net.keys, net.keys, net.values], dim=1)
+    q, k, v = torch.split(mixed, [net.keys, net.keys, net.size], dim=1)
     decay, dt_bias = torch.from_numpy(net.decay), torch.from_numpy(net.dt_bias)
     g = decay * torch.nn.functional.softplus(a + dt_bias)
     rule = getattr(qwen, f"torch_{form}_gated_delta_rule")
@@ -108,16 +127,16 @@ def test_the_reference_computes_what_transformers_does(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    norm = qwen.Qwen3_5RMSNormGated(net.value_dim, eps=net.epsilon)
+    norm = qwen.Qwen3_5RMSNormGated(net.value_dim, eps=EPSILON)
     norm.weight.data = torch.from_numpy(net.norm)
     right = norm(o.reshape(-1, net.value_dim), z.reshape(-1, net.value_dim)).reshape(rows, -1)
-    out, state = expected(net, inputs, None)
+    out, state = reference.delta_net(net, inputs, EPSILON)
     assert_near(out, right.detach().numpy())
     blocks = state[(net.taps - 1) * net.channels :].reshape(net.value_heads, -1, net.key_dim, 32)
     matrices = blocks.transpose(0, 2, 1, 3).reshape(net.value_heads, net.key_dim, -1)
     assert_near(matrices, last[0].numpy())
     np.testing.assert_array_equal(
-        state[: (net.taps - 1) * net.channels], inputs[1 - net.taps :, : net.channels].ravel()
+        state[: (net.taps - 1) * net.channels], inputs[0][1 - net.taps :].ravel()
     )
 
 
@@ -127,8 +146,8 @@ def test_the_reference_computes_what_transformers_does(
 def test_native_computes_what_the_reference_does(
     compiled: ctypes.CDLL, net: DeltaNetWeights, rows: int, begun: bool
 ) -> None:
-    inputs, state = inputs_of(net, rows), state_of(net) if begun else None
-    right, last = expected(net, inputs, state)
+    inputs, state = rows_of(net, rows), state_of(net) if begun else None
+    right, last = reference.delta_net(net, inputs, EPSILON, state)
     out, (after,) = run(compiled, net, inputs, state, (rows,))
     assert_near(out, right)
     assert_near(after, last)
@@ -147,7 +166,7 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(
 ) -> None:
     """Rows alone, a few at a time and all at once, with others before and behind them."""
     rows, state = 50, state_of(net)
-    inputs, others = inputs_of(net, rows), inputs_of(net, 3, seed=2)
+    inputs, others = rows_of(net, rows), rows_of(net, 3, seed=2)
     whole, (early, middle, last) = run(compiled, net, inputs, state, (2, 24, rows))
     wanted = {2: early, 24: middle, rows: last}
     for threads, cuts in ((1, range(1, 6)), (3, (1, 2, 4, 17, 24, 25, 50)), (8, (49, 50))):
@@ -155,12 +174,13 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(
         for end in cuts:
             after, theirs, beside = (np.empty(net.state_size, np.float32) for _ in range(3))
             spans = [
-                StateSpan(3, None, [(1, theirs), (3, beside)]),
-                StateSpan(end - first, before, [(end - first, after)]),
-                StateSpan(3, state, [(3, np.empty_like(state))]),
+                DeltaSpan(3, None, [(1, theirs), (3, beside)]),
+                DeltaSpan(end - first, before, [(end - first, after)]),
+                DeltaSpan(3, state, [(3, np.empty_like(state))]),
             ]
-            together = np.concatenate([others, inputs[first:end], others])
-            out = delta_net(compiled, net, together, spans, threads=threads)
+            parts = zip(others, cut(inputs, first, end), others, strict=True)
+            qkv, z, a, b = map(np.concatenate, parts)
+            out = delta_net(compiled, net, (qkv, z, a, b), EPSILON, spans, threads=threads)
             np.testing.assert_array_equal(out[3:-3], whole[first:end])
             np.testing.assert_array_equal(after, wanted.get(end, after))
             before, first = after, end
@@ -171,9 +191,11 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(
 def test_a_state_may_be_written_where_it_was_read(
     compiled: ctypes.CDLL, net: DeltaNetWeights, rows: int
 ) -> None:
-    inputs, state = inputs_of(net, rows), state_of(net)
+    inputs, state = rows_of(net, rows), state_of(net)
     right, (last,) = run(compiled, net, inputs, state, (rows,))
-    out = delta_net(compiled, net, inputs, [StateSpan(rows, state, [(rows, state)])], threads=2)
+    out = delta_net(
+        compiled, net, inputs, EPSILON, [DeltaSpan(rows, state, [(rows, state)])], threads=2
+    )
     np.testing.assert_array_equal(out, right)
     np.testing.assert_array_equal(state, last)
 
@@ -187,12 +209,14 @@ def test_a_state_may_be_written_where_it_was_read(
         ({"conv": np.ones((1, 128), np.float32)}, "1 taps"),
         ({"dt_bias": np.ones(3, np.float32)}, "dt_bias is"),
         ({"decay": np.ones(2)}, "decay is float64"),
+        ({"a": weights(1, 1, 16, 32, 4, False).a}, "a is"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change: dict[str, object], words: str) -> None:
     net = weights(2, 2, 16, 32, 4, False)
+    net.check(HIDDEN)
     with pytest.raises(ValueError, match=words):
-        replace(net, **change).check()  # type: ignore[arg-type]
+        replace(net, **change).check(HIDDEN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ends", [(), (0, 4), (2, 2, 4), (3,), (5,)])
@@ -201,4 +225,4 @@ def test_targets_that_are_no_rows_of_the_span_are_refused(
 ) -> None:
     net = weights(2, 2, 16, 32, 4, False)
     with pytest.raises(ValueError, match="needed are rising ones up to 4"):
-        run(native_library, net, inputs_of(net, 4), None, ends)
+        run(native_library, net, rows_of(net, 4), None, ends)
