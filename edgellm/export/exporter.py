@@ -135,7 +135,8 @@ def export(
 def default_precisions(config: ModelConfig) -> list[str]:
     """Return the precisions of an export that names none.
 
-    A model whose residual cannot be rotated has float32 chunks; one with experts or states has none.
+    A model whose residual cannot be rotated has float32 chunks; one with experts or states
+    has none.
     """
     if config.native_parts:
         return [PACKED]

@@ -1,14 +1,15 @@
-"""Float32 segments of a model with experts, in numpy: no graph computes these."""
+"""Float32 segments of a model with experts or states, in numpy: no graph computes these."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
+from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.experts.reference import shares
 from edgellm.kernels.step.reference import activate, norm
@@ -16,8 +17,12 @@ from edgellm.kernels.step.reference import activate, norm
 Floats = NDArray[np.float32]
 
 
+# Kind of mixer -> its input projections.
+_INPUTS: Mapping[type[Mixer], Sequence[str]] = {Attention: "qkv", ShortConv: ("conv_in",)}
+
+
 class ExpertSegment:
-    """A segment of a model that has experts; its weights are read once.
+    """A segment of a model that has experts or states; its weights are read once.
 
     Args:
         index: number of the segment, see `graphs/contract.py`.
@@ -40,7 +45,8 @@ class ExpertSegment:
             return {contract.HIDDEN: self._normed("final_norm", residual)}
         name = f"layers.{self._index}"
         x = self._normed(f"{name}.attention_norm", residual)
-        qkv = [self._product(f"{name}.{part}", x) for part in "qkv"]
+        parts = _INPUTS[type(self._config.layers[self._index].mixer)]
+        qkv = [self._product(f"{name}.{part}", x) for part in parts]
         return {contract.RESIDUAL_OUT: residual, contract.QKV: np.concatenate(qkv, axis=-1)}
 
     def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:

@@ -29,24 +29,35 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
+from edgellm.graphs.layer_config import Mixer, ShortConv
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
+from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.machine import usable_cores
 
 Floats = NDArray[np.float32]
+
+
+# A mixer with a state, of all rows of a text: from what its input projections give.
+Mix = Callable[[Floats], Floats]
 
 
 class WindowAttention:
     """Attention within one text of up to `window` tokens; K and V are not rounded.
 
     Every text goes through a segment before the next one is opened.
+
+    Args:
+        mixers: mixers of layers that do not attend.
     """
 
-    def __init__(self, attention: HostAttention, window: int) -> None:
-        self._attention = attention
+    def __init__(
+        self, attention: HostAttention, window: int, mixers: Mapping[int, Mix] | None = None
+    ) -> None:
+        self._attention, self._mixers = attention, mixers or {}
         count = -(-window // BLOCK)
-        layers = attention.config.layers
-        self._sizes = [(each.attention.kv_heads, each.attention.head_dim) for each in layers]
+        attentions = attention.config.attentions
+        self._sizes = {i: (each.kv_heads, each.head_dim) for i, each in attentions.items()}
         self._views = {
             (kv_heads, head_dim): KVView(
                 allocate(
@@ -54,7 +65,7 @@ class WindowAttention:
                 ),
                 range(count),
             )
-            for kv_heads, head_dim in set(self._sizes)
+            for kv_heads, head_dim in set(self._sizes.values())
         }
 
     @classmethod
@@ -62,16 +73,31 @@ class WindowAttention:
         """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
-        return cls(HostAttention(config, rope_tables(config, window), norms), window)
+        mixers = {
+            index: _MIXERS[type(layer.mixer)](checkpoint, f"layers.{index}")
+            for index, layer in enumerate(config.layers)
+            if not layer.attends
+        }
+        return cls(HostAttention(config, rope_tables(config, window), norms), window, mixers)
 
     def __call__(self, layer: int, qkv: Floats) -> Floats:
         """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
 
         Args:
-            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`.
+            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`, or what the input projections
+                of another mixer give.
         """
+        if layer in self._mixers:
+            return self._mixers[layer](qkv)
         return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
 
+
+def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
+    filters = checkpoint.tensor(f"{name}.conv").float32().T
+    return lambda rows: short_conv.mix(rows.astype(np.float64), filters).astype(np.float32)
+
+
+_MIXERS: Mapping[type[Mixer], Callable[[Checkpoint, str], Mix]] = {ShortConv: _short_conv}
 
 # A function from a segment's inputs to its outputs, both by name.
 FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]
@@ -88,7 +114,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.has_experts:
+    if checkpoint.config.native_parts:
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

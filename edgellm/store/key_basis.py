@@ -36,8 +36,8 @@ class KeyBasis:
     """The basis in which a bundle's K and Q are exported.
 
     Attributes:
-        exponents: `[Hkv, P]` int8 for each layer, `[0, 0]` where it does not attend: K has been divided by 2^e and Q multiplied by it,
-            in both channels of a pair.
+        exponents: `[Hkv, P]` int8 for each layer: K has been divided by 2^e and Q multiplied by it,
+            in both channels of a pair. A layer that does not attend has `[0, 0]`.
         offsets: `[Hkv, D]` float32 for each layer, the common part of the divided keys after RoPE,
             which the cache leaves out; None where no keys have a common part (see `has_offset`).
     """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, ShortConv
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
@@ -99,6 +99,16 @@ CONFIGS = {
             experts=Routing(experts=3, used=2, normalized=False, scale=1.5),
         ),
         embedding_scale=2.0,
+    ),
+    "short_conv": config_of(
+        LayerConfig(mixer=ShortConv(channels=96, taps=4), mlp=_MLP),
+        _layer(qk_norm="head", window=9),
+        LayerConfig(
+            mixer=ShortConv(channels=96, taps=2),
+            mlp=replace(_MLP, intermediate=64),
+            norms="sandwich",
+            experts=Routing(experts=3, used=2),
+        ),
     ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
@@ -206,11 +216,28 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
     return added
 
 
-def attend(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
-    """Attention of a whole text, before the output projection, `[n, H * D]`."""
+def short_conv(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """A short convolution of normed rows, row by row and tap by tap."""
+    name = f"layers.{layer}"
+    b, c, x = np.split(product(checkpoint, f"{name}.conv_in", x), 3, axis=1)
+    filters, mixed = checkpoint.tensor(f"{name}.conv").float32(), np.zeros_like(x)
+    for row in range(len(x)):
+        for back in range(min(row + 1, filters.shape[1])):
+            mixed[row] += filters[:, -1 - back] * b[row - back] * x[row - back]
+    return c * mixed
+
+
+def mix(checkpoint: Any, layer: int, residual: np.ndarray) -> np.ndarray:
+    """The mixer of a layer for a whole text, before the output projection."""
+    x = normed(checkpoint, f"layers.{layer}.attention_norm", residual)
+    mixer = checkpoint.config.layers[layer].mixer
+    return {Attention: attend, ShortConv: short_conv}[type(mixer)](checkpoint, layer, x)
+
+
+def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """Attention of the normed rows of a whole text, `[n, H * D]`."""
     config, name = checkpoint.config, f"layers.{layer}"
     here, turn = config.layers[layer].attention, config.rope_of(layer)
-    x = normed(checkpoint, f"{name}.attention_norm", residual)
     q, k, v = (
         product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
         for part in "qkv"
@@ -243,7 +270,7 @@ def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarra
     table = checkpoint.tensor("embedding").float32().astype(np.float64)
     x = table[list(tokens)] * config.embedding_scale
     for layer in range(config.layer_count):
-        x = after_attention(checkpoint, layer, attend(checkpoint, layer, x), x)
+        x = after_attention(checkpoint, layer, mix(checkpoint, layer, x), x)
     hidden = normed(checkpoint, "final_norm", x)
     head = table if config.tied_embedding else checkpoint.tensor("head").float32()
     logits = hidden @ head.T.astype(np.float64)

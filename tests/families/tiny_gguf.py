@@ -102,6 +102,11 @@ def glm4(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count(16)
 
 
+def lfm2(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(1e6)
+    w.add_shortconv_l_cache(3)
+
+
 def with_vocabulary(keys: Keys) -> Keys:
     """With a tokenizer of `VOCABULARY` tokens, so that the file can be exported."""
 
@@ -137,6 +142,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "ernie4_5": (ARCH.ERNIE4_5, theta(5e5), {}),
     "glm4": (ARCH.GLM4, glm4, {}),
     "starcoder2": (ARCH.STARCODER2, nothing, {"sliding_window": None}),
+    "lfm2": (ARCH.LFM2, lfm2, {}),
     "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
@@ -170,10 +176,12 @@ def convert(
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if ".q_" in key else config.num_key_value_heads
             values = permuted(values, heads)
+        if name.endswith("shortconv.conv.weight"):
+            values = values.squeeze(1)
         tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        router = name.endswith("ffn_gate_inp.weight")
-        stored = gguf.GGMLQuantizationType.F32 if values.ndim == 1 or router else kind
+        exact = values.ndim == 1 or name.endswith(("ffn_gate_inp.weight", "shortconv.conv.weight"))
+        stored = gguf.GGMLQuantizationType.F32 if exact else kind
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
         )
@@ -192,9 +200,15 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    width, kv_heads = config.intermediate_size, config.num_key_value_heads
+    if config.model_type == "lfm2":
+        attends = [kind == "full_attention" for kind in config.layer_types]
+        kv_heads = [kv_heads * each for each in attends]
+        multiple = config.block_multiple_of
+        width = multiple * -(-int(2 * width / 3) // multiple)
+    writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(kv_heads)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     if experts:
         writer.add_expert_count(experts)
@@ -204,7 +218,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "norm_epsilon"):
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        eps = config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps
+        writer.add_layer_norm_rms_eps(eps)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

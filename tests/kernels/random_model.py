@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from random_weights import random_weight
@@ -11,9 +12,11 @@ from random_weights import random_weight
 from edgellm.kernels import rope
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.quantized import dequantize
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
 from edgellm.kernels.step import FusedStep, LayerWeights, StepSpan, Weights, reference
 
 EPSILON = 1e-5
@@ -39,6 +42,7 @@ class Parts:
     logit_softcap: float | None = None
     ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
     routing: Routing | None = None
+    mixer: str = "attention"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class Shape:
     def mixed(self) -> bool:
         """Whether some layers have a window and others not."""
         return self.window is not None and self.layers > 1
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers have states and others attend."""
+        return self.odd is not None and self.odd.parts.mixer != self.parts.mixer
 
     def of(self, layer: int) -> Shape:
         """Sizes of a layer."""
@@ -159,6 +168,23 @@ EXPERTS = {
         odd=Shape(4, 1, 32, intermediate=96),
     ),
 }
+# Layers that keep a state in place of K and V, beside others that attend.
+CONV = Parts(mixer="short_conv")
+HYBRIDS = {
+    "short_conv": Shape(4, 2, 32, layers=3, parts=CONV, odd=Shape(4, 2, 32)),
+    "short_conv with experts": Shape(
+        *(2, 1, 64),
+        hidden=64,
+        layers=3,
+        parts=Parts(norms="sandwich", qk_norm="head", layer_norm=True),
+        odd=Shape(
+            *(2, 1, 64),
+            hidden=64,
+            intermediate=32,
+            parts=replace(CONV, norms="post", routing=Routing(experts=4, used=2)),
+        ),
+    ),
+}
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
@@ -181,6 +207,23 @@ MIXTURES = {
 NARROW = ("affine", "symmetric", "narrow")
 
 
+@dataclass(frozen=True)
+class View:
+    """A pool, and a sequence's table in it."""
+
+    blocks: Any
+    table: list[int]
+
+    def states(self, start: int, end: int) -> StateView | None:
+        """The blocks of a step of states, which are snapshots of the ends of blocks."""
+        if not isinstance(self.blocks, StateBlocks):
+            return None
+        ends = [*range((start // BLOCK + 1) * BLOCK, end, BLOCK), end]
+        targets = tuple((at - start, self.table[(at - 1) // BLOCK]) for at in ends)
+        source = self.table[(start - 1) // BLOCK] if start else None
+        return StateView(self.blocks, source, targets)
+
+
 class Model:
     """Random weights, dequantized ones beside them."""
 
@@ -194,28 +237,25 @@ class Model:
             here, prefix = shape.of(index), f"layers.{index}."
             routing = here.parts.routing
             experts = 1 if routing is None else routing.experts
-            width, kv = here.heads * here.head_dim, here.kv_heads * here.head_dim
+            mixing = self._mixing(here, prefix)
+            mixer = mixing.get("mixer")
+            width = here.heads * here.head_dim if mixer is None else mixer.size
             layers.append(
                 LayerWeights(
-                    q=self._linear(prefix + "q", width, shape.hidden),
-                    k=self._linear(prefix + "k", kv, shape.hidden),
-                    v=self._linear(prefix + "v", kv, shape.hidden),
+                    **mixing,
                     o=self._linear(prefix + "o", shape.hidden, width),
                     gate=self._linear(prefix + "gate", experts * here.intermediate, shape.hidden)
                     if here.parts.gated
                     else None,
                     up=self._linear(prefix + "up", experts * here.intermediate, shape.hidden),
                     down=self._linear(prefix + "down", experts * shape.hidden, here.intermediate),
-                    heads=here.heads,
                     router=None if routing is None else self._router(experts),
                     routing=routing,
-                    head_norms=self._head_norms(here),
+                    head_norms=self._head_norms(here) if mixer is None else None,
                     activation=here.parts.activation,
                     rope=index % len(shape.parts.ropes),
                     window=None if index % 2 else shape.window,
-                    pool=int(shape.mixed and index % 2 == 0),
-                    scale=here.parts.scale,
-                    softcap=here.parts.softcap,
+                    pool=int((shape.mixed or shape.hybrid) and index % 2 == 0),
                     **self._vectors(here),
                 )
             )
@@ -237,6 +277,22 @@ class Model:
             self.turns.append((((magnitude > 0) * inv_freq).tolist(), magnitude or 1.0))
         self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
         self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
+
+    def _mixing(self, here: Shape, prefix: str) -> dict[str, Any]:
+        """What `LayerWeights` has of a layer's mixer."""
+        if here.parts.mixer == "short_conv":
+            hidden = self.shape.hidden
+            conv_in = self._linear(prefix + "conv_in", 3 * hidden, hidden)
+            filters = self._rng.standard_normal((4, hidden)).astype("f4")
+            return {"mixer": ShortConvWeights(conv_in=conv_in, filters=filters)}
+        outputs = {"q": here.heads, "k": here.kv_heads, "v": here.kv_heads}
+        sizes = {name: heads * here.head_dim for name, heads in outputs.items()}
+        return {
+            **{x: self._linear(prefix + x, size, self.shape.hidden) for x, size in sizes.items()},
+            "heads": here.heads,
+            "scale": here.parts.scale,
+            "softcap": here.parts.softcap,
+        }
 
     def _router(self, experts: int) -> np.ndarray:
         hidden = self.shape.hidden
@@ -283,31 +339,33 @@ class Model:
         self, name: str, outputs: int, inputs: int, *, size: float | None = None
     ) -> PackedWeights:
         order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
-        kind = self._kinds[order.index(name.split(".")[-1])]
+        part = name.split(".")[-1]
+        kind = self._kinds[order.index(part if part in order else "q")]
         size = 3 / np.sqrt(inputs) if size is None else size
         weight = random_weight(kind, outputs, inputs, self._rng, size=size)
         self.floats[name] = dequantize(weight)
         return pack_weight(weight)
 
-    def views(self, format: str) -> list[KVView]:
+    def views(self, format: str) -> list[View]:
         """Empty pools of blocks, and a sequence's tables in them."""
-        layers = self.weights.layers
-        pools = [layer.pool for layer in layers]
-        return [
-            KVView(
-                allocate(
-                    format=format,
-                    blocks=5,
-                    layers=pools.count(pool),
-                    kv_heads=layers[pools.index(pool)].kv_heads,
-                    head_dim=layers[pools.index(pool)].head_dim,
-                ),
-                table,
-            )
-            for pool, table in zip(sorted(set(pools)), (TABLE, OTHER_TABLE), strict=False)
-        ]
+        pools = self.pools(format, blocks=5)
+        return [View(pool, table) for pool, table in zip(pools, (TABLE, OTHER_TABLE), strict=False)]
 
-    def poison(self, views: list[KVView], start: int) -> None:
+    def pools(self, format: str, *, blocks: int) -> list[KVBlocks | StateBlocks]:
+        pools: list[KVBlocks | StateBlocks] = []
+        for number in sorted({layer.pool for layer in self.weights.layers}):
+            members = [layer for layer in self.weights.layers if layer.pool == number]
+            sizes = {"blocks": blocks, "layers": len(members)}
+            mixer = members[0].mixer
+            if mixer is not None:
+                pools.append(allocate_states(**sizes, elements=mixer.state_size))
+                pools[-1].states[:] = np.nan
+                continue
+            heads = {"kv_heads": members[0].kv_heads, "head_dim": members[0].head_dim}
+            pools.append(allocate(format=format, **sizes, **heads))
+        return pools
+
+    def poison(self, views: list[View], start: int) -> None:
         """What lies behind the windows of a whole pool must not be read any more."""
         if self.shape.mixed and self.shape.window is not None:
             view = views[1]
@@ -327,7 +385,7 @@ class Model:
             rounded=rounded,
         )
 
-    def step(self, library: ctypes.CDLL, views: list[KVView]) -> FusedStep:
+    def step(self, library: ctypes.CDLL, views: list[View]) -> FusedStep:
         return FusedStep(library, self.weights, self.ropes, [view.blocks for view in views])
 
     def run(
@@ -344,6 +402,8 @@ class Model:
         return np.concatenate(states), np.concatenate(logits)
 
 
-def span_of(views: list[KVView], tokens: list[int], start: int, *, logit_rows: int) -> StepSpan:
-    tables = [view.table for view in views]
-    return StepSpan(tables=tables, tokens=tokens, start=start, logit_rows=logit_rows)
+def span_of(views: list[View], tokens: list[int], start: int, *, logit_rows: int) -> StepSpan:
+    tables, end = [view.table for view in views], start + len(tokens)
+    states = [view.states(start, end) for view in views]
+    states = states if any(states) else []
+    return StepSpan(tables=tables, tokens=tokens, start=start, logit_rows=logit_rows, states=states)

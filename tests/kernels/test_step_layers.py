@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import PARTS, SHAPES, UNEVEN, WIDE, Model, Shape, span_of
+from random_model import HYBRIDS, PARTS, SHAPES, UNEVEN, WIDE, Model, Shape, View, span_of
 
-from edgellm.kernels.kv_blocks import KVView
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 
 # Three layers, so that there is one that is neither the first nor the last.
 DEEP = [replace(SHAPES[0], layers=3), replace(SHAPES[3], layers=3), SHAPES[1]]
 DEEP += [replace(PARTS[name], layers=3) for name in PARTS]
 DEEP += [replace(UNEVEN[name], layers=3) for name in UNEVEN]
+DEEP += HYBRIDS.values()
 # Where rows are cut, and after which layers they rest there.
 CUTS = ([1, 64, 131], [131])
 GROUPS = ([1, 2, 3], [2, 3], [1, 3])
@@ -74,7 +74,7 @@ def test_groups_of_layers_make_no_difference(
             assert_same_rows(ours, theirs)
 
 
-def assert_same_rows(ours: KVView, theirs: KVView) -> None:
+def assert_same_rows(ours: View, theirs: View) -> None:
     for block in ours.table[:2]:
         for a, b in zip(ours.blocks.block(block), theirs.blocks.block(block), strict=True):
             np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, attend, normed
+from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, mix, normed
 
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
@@ -212,7 +212,7 @@ def test_every_part_that_can_be_rotated(precision: str, name: str, tmp_path: Pat
         if segment.index:
             residual = after_attention(checkpoint, segment.index - 1, attended, residual)
         if segment.index < config.layer_count:
-            attended = attend(checkpoint, segment.index, residual)
+            attended = mix(checkpoint, segment.index, residual)
             inputs = {
                 contract.ATTENTION: attended.astype(np.float32),
                 contract.RESIDUAL: outputs[0],
