@@ -24,10 +24,12 @@ class Fused:
     Attributes:
         name: name of the file's tensor.
         parts: names of the layer's tensors whose rows it holds, in the order of the rows.
+        by_heads: whether it has this order within each of the layer's attention heads.
     """
 
     name: str
     parts: tuple[str, ...]
+    by_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "hunyuan-dense": "hunyuan_v1_dense",
     "mistral3": "ministral3",
+    "qwen35": "qwen3_5_text",
     "qwen3moe": "qwen3_moe",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
@@ -125,14 +128,14 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
     "experts with biases": ("gptoss",),
     "a router of another kind": ("lfm2moe", "minimaxm2", "phimoe"),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh", "qwen35",
-        "qwen3next", "recurrentgemma", "rwkv",
+        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh",
+        "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
     "layers that share keys and values": ("gemma3n", "gemma4"),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
-_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text"}
+_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
 
 @dataclass(frozen=True)

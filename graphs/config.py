@@ -133,7 +133,12 @@ class ModelConfig:
     @property
     def native_parts(self) -> str:
         """Name of the parts that the C++ kernels alone compute; empty: there are none."""
-        parts = {"experts": self.has_experts, "layers with states": self.has_states}
+        gates = any(attention.output_gate for attention in self.attentions.values())
+        parts = {
+            "experts": self.has_experts,
+            "layers with states": self.has_states,
+            "gates of attention": gates,
+        }
         return " and ".join(part for part, there in parts.items() if there)
 
     def rope_of(self, layer: int) -> Rope:
@@ -152,6 +157,8 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
     values = asdict(layer)
     if layer.experts is None:
         del values["experts"]
+    if not values["mixer"].get("output_gate", True):
+        del values["mixer"]["output_gate"]
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}
 
 

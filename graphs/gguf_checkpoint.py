@@ -57,7 +57,9 @@ class GGUFCheckpoint:
         family = architecture(name, gguf=True, origin=str(path))
         header = self._header(name)
         self.config = _config(family, header)
-        qkv = GGUF_FUSED_QKV if _FUSED_QKV in self._tensors else {}
+        self._blocks = header.fields.read(int, "block_count")
+        fused = _FUSED_QKV in self._tensors and self.config.layers[0].attends
+        qkv = GGUF_FUSED_QKV if fused else {}
         experts = GGUF_FUSED_EXPERTS if _FUSED_EXPERTS in self._tensors else {}
         self._translation = Translation(
             config=self.config,
@@ -84,11 +86,16 @@ class GGUFCheckpoint:
         """
         known = self._translation.file_names()
         for name in self._tensors:
-            if name not in known and not _UNUSED.fullmatch(name):
+            if name not in known and not _UNUSED.fullmatch(name) and not self._drafts(name):
                 raise UnsupportedModelError(
                     f"{self.path}: tensor {name} is not understood, and leaving it out could "
                     "change what the model computes"
                 )
+
+    def _drafts(self, name: str) -> bool:
+        """Whether a tensor is of the blocks behind the model's layers, which draft tokens (MTP)."""
+        block = re.match(r"blk\.(\d+)\.", name)
+        return block is not None and self.config.layer_count <= int(block[1]) < self._blocks
 
     def _header(self, name: str) -> GGUFHeader:
         shape = self._stored(_EMBEDDING).shape

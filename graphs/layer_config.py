@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
@@ -23,6 +24,10 @@ _LARGEST = {
     "window": (1 << 31) - 1,
     "channels": 1 << 18,
     "taps": 1 << 7,
+    "key_heads": 1 << 12,
+    "value_heads": 1 << 12,
+    "key_dim": 1 << 12,
+    "value_dim": 1 << 12,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
@@ -69,6 +74,8 @@ class Attention:
         softcap: soft cap: scores `s` become `softcap * tanh(s / softcap)`.
         qkv_bias: whether Q, K and V have biases, added before norms and RoPE.
         output_bias: whether the output projection has a bias.
+        output_gate: whether the attention output is multiplied by the sigmoid of a projection of
+            its own before the output projection.
     """
 
     heads: int
@@ -81,6 +88,7 @@ class Attention:
     softcap: float | None = None
     qkv_bias: bool = False
     output_bias: bool = False
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -146,8 +154,59 @@ class ShortConv:
         return (self.taps - 1) * self.channels
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta net (Yang et al., arXiv:2412.06464) behind a convolution of q, k and v.
+
+    Attributes:
+        taps: rows that a row's convolution sees, itself included.
+        tiled: whether value head j has key head `j % key_heads`, as in GGUF files; else it has
+            `j // (value_heads / key_heads)`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        if self.value_heads % self.key_heads:
+            raise ModelFormatError(
+                f"model config: value_heads ({self.value_heads}) must be a multiple of "
+                f"key_heads ({self.key_heads})"
+            )
+        if self.key_dim % LANES or self.value_dim % STATE_COLUMNS:
+            raise UnsupportedModelError(
+                f"model config: key_dim is {self.key_dim} and value_dim {self.value_dim}; needed "
+                f"are multiples of {LANES} and of {STATE_COLUMNS}"
+            )
+        if not 2 <= self.taps <= MOST_TAPS:
+            raise UnsupportedModelError(
+                f"model config: taps is {self.taps}; 2 to {MOST_TAPS} are supported"
+            )
+
+    @property
+    def size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.size
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state: rows that the next one's convolution sees, and a matrix a head."""
+        matrices = self.value_heads * self.key_dim * self.value_dim
+        return (self.taps - 1) * self.channels + matrices
+
+
 # What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
-Mixer = Attention | ShortConv
+Mixer = Attention | ShortConv | DeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, DeltaNet, LayerConfig, Mixer, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, router (a matrix that stays in
@@ -56,7 +56,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
     The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
-    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
+    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps]; a delta
+    net with N key heads and M value heads has delta_qkv [2N*K+M*V, E], delta_z [M*V, E], delta_a
+    and delta_b [M, E], conv [2N*K+M*V, taps], decay and dt_bias [M], delta_norm [V]. The outputs
+    of attention may have a gate, q_gate [H*D, E].
     A layer with X experts has a router [X, E] before the gate, and its MLPs one behind the other:
     gate and up [X*F, E], down [X*E, F].
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
@@ -97,6 +100,8 @@ def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
         for name in ("q", "k"):
             width = widths[name] if whole else attention.head_dim
             yield TensorSpec(f"{name}_norm", (width,), "vector")
+    if attention.output_gate:
+        yield TensorSpec("q_gate", (attention.size, e), "linear")
     yield from _linear("o", e, attention.size, bias=attention.output_bias)
 
 
@@ -106,10 +111,29 @@ def _short_conv_tensors(conv: ShortConv, e: int) -> Iterator[TensorSpec]:
     yield TensorSpec("o", (e, conv.size), "linear")
 
 
+def _delta_net_tensors(net: DeltaNet, e: int) -> Iterator[TensorSpec]:
+    outputs = {"qkv": net.channels, "z": net.size, "a": net.value_heads, "b": net.value_heads}
+    for name, width in outputs.items():
+        yield TensorSpec(f"delta_{name}", (width, e), "linear")
+    yield TensorSpec("conv", (net.channels, net.taps), "vector")
+    for name in ("decay", "dt_bias"):
+        yield TensorSpec(name, (net.value_heads,), "vector")
+    yield TensorSpec("delta_norm", (net.value_dim,), "vector")
+    yield TensorSpec("o", (e, net.size), "linear")
+
+
 _MIXERS: Mapping[type[Mixer], Callable[[Any, int], Iterator[TensorSpec]]] = {
     Attention: _attention_tensors,
     ShortConv: _short_conv_tensors,
+    DeltaNet: _delta_net_tensors,
 }
+
+
+def mixer_inputs(config: ModelConfig, layer: int) -> list[str]:
+    """Return the names within a layer of its mixer's input projections."""
+    mixer = config.layers[layer].mixer
+    specs = _MIXERS[type(mixer)](mixer, config.hidden_size)
+    return [spec.name for spec in specs if spec.role == "linear" and spec.name != "o"]
 
 
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:

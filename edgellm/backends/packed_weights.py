@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
-from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, DeltaNet, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.quantized import KINDS
@@ -50,10 +51,23 @@ def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": ShortConvWeights(conv_in=parts.pop("conv_in"), filters=filters)}
 
 
+def _delta_net(net: DeltaNet, parts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mixer": DeltaNetWeights(
+            **{name: parts.pop(f"delta_{name}") for name in ("qkv", "z", "a", "b", "norm")},
+            **{name: parts.pop(name) for name in ("decay", "dt_bias")},
+            conv=np.ascontiguousarray(parts.pop("conv").T),
+            key_heads=net.key_heads,
+            tiled=net.tiled,
+        )
+    }
+
+
 # Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
 _MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     Attention: _attention,
     ShortConv: _short_conv,
+    DeltaNet: _delta_net,
 }
 
 

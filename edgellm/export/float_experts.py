@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
-from edgellm.graphs.layer_config import Attention, Mixer, ShortConv
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.experts.reference import shares
 from edgellm.kernels.step.reference import activate, norm
 
 Floats = NDArray[np.float32]
-
-
-# Kind of mixer -> its input projections.
-_INPUTS: Mapping[type[Mixer], Sequence[str]] = {Attention: "qkv", ShortConv: ("conv_in",)}
 
 
 class ExpertSegment:
@@ -45,7 +40,7 @@ class ExpertSegment:
             return {contract.HIDDEN: self._normed("final_norm", residual)}
         name = f"layers.{self._index}"
         x = self._normed(f"{name}.attention_norm", residual)
-        parts = _INPUTS[type(self._config.layers[self._index].mixer)]
+        parts = mixer_inputs(self._config, self._index)
         qkv = [self._product(f"{name}.{part}", x) for part in parts]
         return {contract.RESIDUAL_OUT: residual, contract.QKV: np.concatenate(qkv, axis=-1)}
 

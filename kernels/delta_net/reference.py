@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.delta_net.weights import STATE_COLUMNS, DeltaNetWeights
+from edgellm.kernels.delta_net.weights import STATE_COLUMNS, DeltaRule
 
 Floats = NDArray[np.float64]
 
@@ -13,7 +13,7 @@ _UNIT_EPSILON = 1e-6  # of the norms of q and k
 
 
 def delta_net(
-    net: DeltaNetWeights,
+    net: DeltaRule,
     projections: tuple[Floats, Floats, Floats, Floats],
     epsilon: float,
     state: Floats | None = None,
@@ -49,7 +49,7 @@ def delta_net(
     return out, _packed(net, inputs[rows:], s)
 
 
-def _unpacked(net: DeltaNetWeights, state: Floats) -> tuple[Floats, Floats]:
+def _unpacked(net: DeltaRule, state: Floats) -> tuple[Floats, Floats]:
     """Return the columns `[taps - 1, channels]` of a state, and its matrices
     `[value_heads, key_dim, value_dim]`."""
     columns, matrices = np.split(state.astype(np.float64), [(net.taps - 1) * net.channels])
@@ -58,7 +58,7 @@ def _unpacked(net: DeltaNetWeights, state: Floats) -> tuple[Floats, Floats]:
     return columns.reshape(net.taps - 1, net.channels), s
 
 
-def _packed(net: DeltaNetWeights, columns: Floats, s: Floats) -> Floats:
+def _packed(net: DeltaRule, columns: Floats, s: Floats) -> Floats:
     blocks = s.reshape(net.value_heads, net.key_dim, -1, STATE_COLUMNS).transpose(0, 2, 1, 3)
     return np.concatenate([columns.ravel(), blocks.ravel()])
 

@@ -18,15 +18,13 @@ LANES = 16  # of the widest vector
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetWeights:
-    """Weights of a layer's gated delta net (Yang et al., arXiv:2412.06464); see `StateMixer`.
+class DeltaRule:
+    """Parameters of a gated delta net between its projections (Yang et al., arXiv:2412.06464).
 
     A state is `[taps - 1, channels]` inputs of the convolution, the oldest first, then the matrix
     of each value head, `[value_heads, value_dim / 32, key_dim, 32]`.
 
     Attributes:
-        qkv, z, a, b: projections to q, k and v, to the gate of the outputs, to step sizes and to
-            learning rates.
         conv: weight of the convolution over q, k and v, `[taps, channels]`; the last tap is for a
             row itself.
         decay: rates of forgetting, below 0, `[value_heads]`.
@@ -36,20 +34,12 @@ class DeltaNetWeights:
             `j // (value_heads / key_heads)`.
     """
 
-    qkv: PackedWeights
-    z: PackedWeights
-    a: PackedWeights
-    b: PackedWeights
     conv: Floats
     decay: Floats
     dt_bias: Floats
     norm: Floats
     key_heads: int
     tiled: bool = False
-
-    @property
-    def linears(self) -> tuple[PackedWeights, ...]:
-        return self.qkv, self.z, self.a, self.b
 
     @property
     def value_heads(self) -> int:
@@ -93,24 +83,12 @@ class DeltaNetWeights:
             return head % self.key_heads
         return head // (self.value_heads // self.key_heads)
 
-    def check(self, hidden: int) -> None:
-        self._check_heads()
-        outputs = {"qkv": self.channels, "z": self.size, "a": self.value_heads}
-        for name, needed in {**outputs, "b": self.value_heads}.items():
-            linear: PackedWeights = getattr(self, name)
-            if (linear.outputs, linear.inputs) != (needed, hidden):
-                raise ValueError(
-                    f"{name} is {(linear.outputs, linear.inputs)}; needed is {(needed, hidden)}"
-                )
-        vectors = {"decay": self.value_heads, "dt_bias": self.value_heads, "norm": self.value_dim}
-        for name, array in (("conv", self.conv), *((n, getattr(self, n)) for n in vectors)):
-            shape = (vectors[name],) if name in vectors else array.shape
-            if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
-                raise ValueError(
-                    f"{name} is {array.dtype} {array.shape}; needed is float32 {shape}"
-                )
+    def check_heads(self) -> None:
+        """Refuse heads that the kernels do not take.
 
-    def _check_heads(self) -> None:
+        Raises:
+            ValueError: a size does not fit; the message names it.
+        """
         keys, values = self.key_heads, self.value_heads
         if self.channels != 2 * self.keys + self.size or self.keys % keys:
             raise ValueError(
@@ -126,3 +104,39 @@ class DeltaNetWeights:
             )
         if not 2 <= self.taps <= MOST_TAPS:
             raise ValueError(f"{self.taps} taps; needed are 2 to {MOST_TAPS}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetWeights(DeltaRule):
+    """Weights of a layer's gated delta net; see `StateMixer`.
+
+    Attributes:
+        qkv, z, a, b: projections to q, k and v, to the gate of the outputs, to step sizes and to
+            learning rates.
+    """
+
+    qkv: PackedWeights
+    z: PackedWeights
+    a: PackedWeights
+    b: PackedWeights
+
+    @property
+    def linears(self) -> tuple[PackedWeights, ...]:
+        return self.qkv, self.z, self.a, self.b
+
+    def check(self, hidden: int) -> None:
+        self.check_heads()
+        outputs = {"qkv": self.channels, "z": self.size, "a": self.value_heads}
+        for name, needed in {**outputs, "b": self.value_heads}.items():
+            linear: PackedWeights = getattr(self, name)
+            if (linear.outputs, linear.inputs) != (needed, hidden):
+                raise ValueError(
+                    f"{name} is {(linear.outputs, linear.inputs)}; needed is {(needed, hidden)}"
+                )
+        vectors = {"decay": self.value_heads, "dt_bias": self.value_heads, "norm": self.value_dim}
+        for name, array in (("conv", self.conv), *((n, getattr(self, n)) for n in vectors)):
+            shape = (vectors[name],) if name in vectors else array.shape
+            if array.dtype != np.float32 or array.shape != shape or not array.flags.c_contiguous:
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}; needed is float32 {shape}"
+                )

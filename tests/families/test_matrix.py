@@ -9,7 +9,7 @@ from tiny_families import FAMILIES
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = ("gemma3_text",)
 WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
-WITH_STATES = ("lfm2", "lfm2_narrow")
+WITH_STATES = ("lfm2", "lfm2_narrow", "qwen3_5_text", "qwen3_5_text_even")
 NATIVE_ALONE = (*WITH_EXPERTS, *WITH_STATES)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from random_weights import random_weight
 
 from edgellm.kernels import rope
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
@@ -43,6 +44,7 @@ class Parts:
     ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
     routing: Routing | None = None
     mixer: str = "attention"
+    output_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,12 @@ HYBRIDS = {
             parts=replace(CONV, norms="post", routing=Routing(experts=4, used=2)),
         ),
     ),
+    "delta_net": Shape(
+        *(2, 1, 48),
+        layers=3,
+        parts=Parts(mixer="delta_net"),
+        odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
+    ),
 }
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
@@ -285,7 +293,11 @@ class Model:
             conv_in = self._linear(prefix + "conv_in", 3 * hidden, hidden)
             filters = self._rng.standard_normal((4, hidden)).astype("f4")
             return {"mixer": ShortConvWeights(conv_in=conv_in, filters=filters)}
+        if here.parts.mixer == "delta_net":
+            return {"mixer": self._delta_net(prefix)}
         outputs = {"q": here.heads, "k": here.kv_heads, "v": here.kv_heads}
+        if here.parts.output_gate:
+            outputs["q_gate"] = here.heads
         sizes = {name: heads * here.head_dim for name, heads in outputs.items()}
         return {
             **{x: self._linear(prefix + x, size, self.shape.hidden) for x, size in sizes.items()},
@@ -293,6 +305,19 @@ class Model:
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
         }
+
+    def _delta_net(self, prefix: str) -> DeltaNetWeights:
+        keys, values, taps = 2, 4, 4
+        outputs = {"qkv": 2 * keys * 16 + values * 32, "z": values * 32, "a": values, "b": values}
+        hidden = self.shape.hidden
+        return DeltaNetWeights(
+            **{x: self._linear(f"{prefix}delta_{x}", size, hidden) for x, size in outputs.items()},
+            conv=self._rng.standard_normal((taps, outputs["qkv"])).astype("f4"),
+            decay=-np.exp(self._vector(values)),
+            dt_bias=self._vector(values),
+            norm=self._vector(32, around=1.0),
+            key_heads=keys,
+        )
 
     def _router(self, experts: int) -> np.ndarray:
         hidden = self.shape.hidden
