@@ -23,7 +23,7 @@ _LARGEST = {
     "head_dim": 1 << 12,
     "window": (1 << 31) - 1,
     "channels": 1 << 18,
-    "taps": 1 << 7,
+    "taps": 16,
     "key_heads": 1 << 12,
     "value_heads": 1 << 12,
     "key_dim": 1 << 12,

@@ -31,7 +31,6 @@ _UNUSED = (
     "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "conv_dim", "conv_dim_out",
     "conv_use_xavier_init", "num_heads",
 )  # fmt: skip
-_CONV = "conv"
 _LAYER = "model.layers.{}"
 
 
@@ -44,11 +43,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     config = llama.config_from_hf(fields, norm_eps="norm_eps", intermediate=_width(fields))
     if tied is not None:
         config = replace(config, tied_embedding=tied)
-    attending = fields.optional(list, "full_attn_idxs")
-    types = mixers_of_hf(fields, config.layer_count, others=(_CONV,))
-    attends = [i in (attending or ()) or attending is None for i in range(config.layer_count)]
-    if types is not None:
-        attends = [each == FULL for each in types]
+    attends = _attending(fields, config.layer_count)
     return _mixed(config, attends, fields.read(int, "conv_L_cache"))
 
 
@@ -64,6 +59,15 @@ def fold_hf(name: str, tensor: Tensor, _: Fields) -> Tensor:
         return tensor
     shape = tensor.shape[0], tensor.shape[2]
     return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def _attending(fields: Fields, count: int) -> list[bool]:
+    """Return for each layer whether it attends: by its type or, in older files, by a list."""
+    types = mixers_of_hf(fields, count, others=("conv",))
+    attending = fields.optional(list, "full_attn_idxs")
+    if types is not None:
+        return [each == FULL for each in types]
+    return [attending is None or index in attending for index in range(count)]
 
 
 def _mixed(config: ModelConfig, attends: list[bool], taps: int) -> ModelConfig:

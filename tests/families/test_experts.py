@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from matrix import MEDIAN, usable
+from rounded_weights import found, round_weights
 from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
 from edgellm.cli.main import edgellm
-from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
-from edgellm.kernels.quantized import dequantize
 from edgellm.llm import LLM, load
 from edgellm.measure.doctor import float_reference
 from edgellm.measure.quality import quality
 from edgellm.models import describe
-from edgellm.quantize.int8 import quantize_groups
 from edgellm.store.import_summary import imported
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="experts need the C++ kernels")
@@ -66,31 +64,6 @@ def judged(
     assert imported(bundle.manifest, "packed").requantized_tensors == 0
     with load(str(bundle.path), kv_format="f32") as llm:
         yield Judged(llm, model)
-
-
-def round_weights(model: Any) -> None:
-    """Round all matrices but the routers to numbers that int8 groups hold."""
-    import torch
-
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if weight.ndim > 1 and not key.endswith((".gate.weight", ".router.weight")):
-                rows = weight.numpy().reshape(-1, weight.shape[-1])
-                exact = dequantize(quantize_groups(rows)).reshape(weight.shape)
-                weight.copy_(torch.tensor(exact))
-
-
-def found(llm: LLM, tokens: list[int], length: int) -> np.ndarray:
-    """The logits after a prompt, and after each token behind it."""
-    engine, sequence = llm.engine, llm.engine.cache.sequence()
-
-    def compute() -> np.ndarray:
-        rows = [compute_prompt(engine.prefill, tokens[:length], sequence, Hooks())]
-        rows += [compute_tokens(engine.decoder, [t], sequence)[0] for t in tokens[length:]]
-        sequence.close()
-        return np.stack(rows)
-
-    return engine.thread.call(compute)
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 33, 290])

@@ -8,7 +8,7 @@ import pytest
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, ShortConv
 from edgellm.graphs.tensors import multiplied_parameters, parameters
 
 LAYER = LayerConfig(mixer=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160))
@@ -26,6 +26,42 @@ CONFIG = ModelConfig(
 
 def test_survives_json() -> None:
     assert ModelConfig.from_json(json.loads(json.dumps(CONFIG.to_json()))) == CONFIG
+
+
+HYBRID = replace(
+    CONFIG,
+    layers=(LAYER, replace(LAYER, mixer=ShortConv(channels=96, taps=3))),
+)
+
+
+def test_layers_are_named_by_their_mixers_in_json() -> None:
+    """Those that attend as before there were other mixers: saved sessions name models by it."""
+    assert ModelConfig.from_json(json.loads(json.dumps(HYBRID.to_json()))) == HYBRID
+    attending, conv = HYBRID.to_json()["layers"]
+    assert list(attending) == ["attention", "mlp", "norms"]
+    assert list(conv) == ["short_conv", "mlp", "norms"]
+    for change, words in (
+        ({**conv, **attending}, "attention and short_conv exclude each other"),
+        ({"mlp": conv["mlp"]}, "key 'attention' or 'short_conv' is missing"),
+        ({**conv, "mixer": {}}, "unknown key 'mixer'; known are attention, short_conv, mlp"),
+    ):
+        with pytest.raises(ModelFormatError, match=words):
+            ModelConfig.from_json({**HYBRID.to_json(), "layers": [attending, change]})
+
+
+def test_layers_with_states() -> None:
+    assert (CONFIG.has_states, HYBRID.has_states) == (False, True)
+    assert (CONFIG.native_parts, HYBRID.native_parts) == ("", "layers with states")
+    assert list(HYBRID.attentions) == [0]
+    conv = HYBRID.layers[1]
+    assert (conv.mixer.size, conv.attends) == (96, False)
+    with pytest.raises(TypeError, match="ShortConv does not attend"):
+        _ = conv.attention
+    with pytest.raises(UnsupportedModelError, match="no layer attends"):
+        replace(HYBRID, layers=(conv,))
+    wide = replace(LAYER, mixer=ShortConv(channels=100, taps=3))
+    with pytest.raises(UnsupportedModelError, match="size is 100"):
+        replace(HYBRID, layers=(LAYER, wide))
 
 
 def test_sizes() -> None:

@@ -343,6 +343,18 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
         ("glm4", {"partial_rotary_factor": 0.1, "rope_parameters": None}, ModelFormatError, "RoPE"),
         ("hunyuan_v1_dense", {"use_cla": True}, UnsupportedModelError, "use_cla"),
         ("starcoder2", {"norm_type": "rms"}, UnsupportedModelError, "norm_type"),
+        ("lfm2", {"conv_bias": True}, UnsupportedModelError, "conv_bias = True"),
+        ("lfm2", {"conv_L_cache": 1}, ModelFormatError, "taps is 1; it must be 2 or more"),
+        ("lfm2", {"conv_L_cache": 17}, ModelFormatError, "taps is 17; 1 to 16"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, UnsupportedModelError, "no layer attends"),
+        ("lfm2", {"layer_types": ["conv"] * 3}, ModelFormatError, "3 entries.*4 layers"),
+        (
+            "lfm2",
+            {"layer_types": ["conv", "mamba", FULL, FULL]},
+            UnsupportedModelError,
+            "'mamba'; supported are full_attention and conv",
+        ),
+        ("lfm2", {"conv_L_cache": 4}, ModelFormatError, r"conv has shape \[64, 3\].*\[64, 4\]"),
     ],
 )  # fmt: skip
 def test_configs_that_are_refused(

@@ -1,0 +1,288 @@
+"""Models with states on the C++ kernels: whatever became of a sequence, it goes on as from scratch.
+
+Weights are numbers that 8 bits hold, so that what is left is the rounding of activations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from inspection import used_blocks
+from matrix import usable
+from rounded_weights import found, round_weights
+from tiny_families import logits, make, save_tokenizer
+from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+
+from edgellm.cli.main import edgellm
+from edgellm.engine.context import forgotten
+from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.export import export
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.llm import LLM, load
+from edgellm.measure.doctor import float_reference
+from edgellm.measure.quality import quality
+from edgellm.measure.roofline import work_of
+from edgellm.results import Completion, Stats
+from edgellm.store.bundle import open_bundle
+from edgellm.store.import_summary import imported
+
+pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ kernels")
+
+CASES = [("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")]
+CASES += [("qwen3_5_text", "folder"), ("qwen3_5_text_even", "Q8_0")]
+TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+# The largest error of a logit, over the largest logit: without a tap it is 0.2 or more.
+NEAR = 0.06
+
+
+@dataclass(frozen=True)
+class Judged:
+    path: str
+    judge: Any
+
+    @contextmanager
+    def load(self, **options: Any) -> Iterator[LLM]:
+        with load(self.path, **options) as llm:
+            yield llm
+
+    def scratch(self, prompt: Sequence[int], **changes: Any) -> Completion:
+        """The answer to a prompt that nothing was computed of."""
+        with self.load() as llm:
+            return llm.generate(list(prompt), **(GREEDY | changes))
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    name, form = request.param
+    folder = tmp_path_factory.mktemp(name)
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    model = make(name, folder, **sizes)
+    round_weights(model)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    use_template(folder)
+    path = folder
+    if form != "folder":
+        arch, keys, _ = FILES[name]
+        kind = gguf.GGMLQuantizationType[form]
+        path = convert(folder, folder / "m.gguf", arch, with_vocabulary(keys), kind=kind)
+    bundle = export(path, folder / "bundle", name="tiny", source=str(path))
+    return Judged(str(bundle.path), model)
+
+
+def use_template(folder: Path) -> None:
+    """A chat template under which an answer is a part of the next prompt."""
+    path = folder / "tokenizer_config.json"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}</s>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "chat_template": template}))
+
+
+def computed(stats: Stats) -> int:
+    """Tokens of a prompt that were computed."""
+    return sum(stats.prefill.values())
+
+
+def same(answer: Completion, expected: Completion) -> None:
+    assert answer.tokens == expected.tokens
+    assert answer.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 15, 129, 290])
+def test_logits_are_near(judged: Judged, length: int) -> None:
+    tokens = TOKENS[: length + 5]
+    expected = logits(judged.judge, tokens)[length - 1 :]
+    with judged.load(kv_format="f32") as llm:
+        errors = np.abs(found(llm, tokens, length) - expected).max() / np.abs(expected).max()
+    assert errors < NEAR
+
+
+def test_a_prompt_goes_on_from_where_another_was_cut(judged: Judged) -> None:
+    """From the end of a full block, or where the earlier text ended."""
+    with judged.load() as llm:
+        for prompt, cached in (
+            (TOKENS[:300], 0),
+            (TOKENS[:300], 2 * BLOCK),
+            (TOKENS[:200] + TOKENS[300:340], BLOCK),
+            (TOKENS[:100], 0),
+        ):
+            answer = llm.generate(prompt, **GREEDY)
+            assert answer.stats.cached_tokens == cached
+            assert computed(answer.stats) == len(prompt) - cached
+            same(answer, judged.scratch(prompt))
+        going_on = [*prompt, *answer.tokens, 7]
+        assert llm.generate(going_on, **GREEDY).stats.cached_tokens == len(going_on) - 2
+
+
+def test_a_session_goes_back_and_on(judged: Judged) -> None:
+    """By a few tokens it goes to the end of a full block, and computes from there."""
+    with judged.load() as llm, llm.session() as session:
+        session.append(TOKENS[:200])
+        session.generate(**GREEDY)
+        for length, block in ((203, BLOCK), (140, BLOCK), (BLOCK, BLOCK), (100, 0)):
+            session.rewind(length)
+            prompt = [*session.tokens, *TOKENS[400:410]]
+            session.append(TOKENS[400:410])
+            answer = session.generate(**GREEDY)
+            # the logits of the last token are wanted: of all of a prompt something is computed
+            assert answer.stats.cached_tokens == block
+            assert computed(answer.stats) == len(prompt) - block
+            same(answer, judged.scratch(prompt))
+
+
+def test_forks_and_saved_sessions(judged: Judged, tmp_path: Path) -> None:
+    with judged.load() as llm, llm.session() as session:
+        session.append(TOKENS[:150])
+        session.generate(**GREEDY)
+        fork = session.fork()
+        prompts = []
+        for each, tokens in ((session, TOKENS[200:220]), (fork, TOKENS[300:305])):
+            each.append(tokens)
+            prompts.append(list(each.tokens))
+        fork.save(tmp_path / "saved")
+        for each, prompt in zip((session, fork), prompts, strict=True):
+            answer = each.generate(**GREEDY)
+            same(answer, judged.scratch(prompt))
+            assert computed(answer.stats) <= 20 + 1
+        fork.close()
+    with judged.load() as llm, llm.load_session(tmp_path / "saved") as saved:
+        assert list(saved.tokens) == prompts[1]
+        answer = saved.generate(**GREEDY)
+        same(answer, judged.scratch(prompts[1]))
+        assert computed(answer.stats) <= 5 + 1
+
+
+def test_blocks_on_disk(judged: Judged, tmp_path: Path) -> None:
+    with judged.load(kv_cache_dir=tmp_path) as llm:
+        llm.generate(TOKENS[:300], **GREEDY)
+    with judged.load(kv_cache_dir=tmp_path) as llm:
+        answer = llm.generate(TOKENS[:300], **GREEDY)
+    assert answer.stats.cached_tokens == 2 * BLOCK
+    same(answer, judged.scratch(TOKENS[:300]))
+
+
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered", "serial"])
+def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
+    """In a cache that holds not all of them at once, some wait and are computed again."""
+    prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 300, 127, 41, 200))]
+    long = {"max_tokens": 100}
+    with judged.load(scheduling=scheduling, ctx_size=512, cache_size=640) as llm:
+        together = {a.index: a.result() for a in llm.batch(prompts, **(GREEDY | long))}
+        assert used_blocks(llm) == 0
+    if scheduling == "stall_free":
+        assert any(answer.stats.preempted for answer in together.values())
+    for index, prompt in enumerate(prompts):
+        same(together[index], judged.scratch(prompt, **long))
+
+
+@pytest.mark.parametrize("judged", CASES[:1], ids="-".join, indirect=True)
+def test_a_chat_computes_what_is_new(judged: Judged) -> None:
+    """Ten turns, none of which computes what an earlier one has, but for one token."""
+    with judged.load() as llm, llm.chat() as chat:
+        # bytes that are no text have other tokens in the next prompt than in the answer
+        letters = dict.fromkeys(llm.tokenize("abcdefgh"), 100.0)
+        options = GREEDY | {"max_tokens": 16, "logit_bias": letters}
+        before = 0
+        for turn in range(10):
+            answer = chat.send(f"Turn {turn}", **options)
+            prompt = answer.stats.prompt_tokens
+            assert computed(answer.stats) == prompt - max(before - 1, 0)
+            before = len(chat.tokens)
+        same(answer, judged.scratch(chat.tokens[:prompt], **options))
+
+
+def test_a_stateless_chat_computes_what_is_new(judged: Judged) -> None:
+    """As clients of a server send it: the whole conversation each time."""
+    text = TOKENS[:40]
+    with judged.load() as llm:
+        for turn in range(10):
+            answer = llm.generate(text, **GREEDY)
+            assert computed(answer.stats) == (11 if turn else 40)
+            text = [*text, *answer.tokens, *TOKENS[100 + turn : 110 + turn]]
+
+
+def test_a_full_context_forgets_and_computes_the_others_again(judged: Judged) -> None:
+    shift = GREEDY | {"max_tokens": 60, "context_policy": "shift", "keep": 5}
+    with judged.load(ctx_size=256) as llm, llm.session() as session:
+        session.append(TOKENS[:230])
+        answer = session.generate(**shift)
+        end = session.tokens
+    text = TOKENS[:230]
+    for token in answer.tokens:
+        if len(text) > 256:
+            count = forgotten(len(text), ctx_size=256, keep=5)
+            text = text[:5] + text[5 + count :]
+        if token != answer.tokens[-1] and len(text) % 16:
+            text.append(token)
+            continue
+        assert judged.scratch(text, max_tokens=1).tokens == (token,)
+        text.append(token)
+    assert answer.stats.dropped_tokens > 0
+    assert list(end) == text
+
+
+def test_there_are_no_drafts(judged: Judged) -> None:
+    """Each rejected one would go back to the end of a full block."""
+    with judged.load() as llm:
+        answer = llm.generate([5, 6, 7, 8] * 30, **(GREEDY | {"max_tokens": 60}))
+    assert answer.stats.drafted_tokens == 0
+
+
+def test_there_is_no_draft_model(judged: Judged, tmp_path: Path) -> None:
+    make("llama", tmp_path, vocab_size=VOCABULARY, num_hidden_layers=1, intermediate_size=32)
+    save_tokenizer(tmp_path)
+    small = export(tmp_path, tmp_path / "bundle", name="small", source="", precisions=("packed",))
+    with pytest.raises(OptionError, match=r"`draft`.*a layer has states.*leave out `draft`"):
+        load(judged.path, draft=str(small.path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode": "triton"},
+        {"decode": "portable"},
+        {"prefill": "cpu"},
+        {"precision": "w8a8"},
+    ],
+    ids=str,
+)
+def test_other_back_ends_are_refused(judged: Judged, options: dict[str, Any]) -> None:
+    words = r"has layers with states, which the C\+\+ kernels alone compute; take .*native"
+    with pytest.raises(UnsupportedModelError, match=words):
+        load(judged.path, **options)
+
+
+def test_what_is_shown_and_planned(judged: Judged) -> None:
+    result = CliRunner().invoke(edgellm, ["show", judged.path])
+    assert result.exit_code == 0, result.output
+    bundle = open_bundle(Path(judged.path))
+    states = [layer.mixer.state_size for layer in bundle.config.layers if not layer.attends]
+    works = [work_of(bundle, n, precision="packed", kv_format="f32") for n in (0, 100)]
+    weights = imported(bundle.manifest, "packed").decode_bytes
+    assert works[0].decode_bytes == weights + 2 * 4 * sum(states)  # read and written
+    attended = 100 * 2 * 4 * sum(each.kv_size for each in bundle.config.attentions.values())
+    assert works[1].decode_bytes == works[0].decode_bytes + attended
+    words = "no self-test of models with layers with states"
+    with pytest.raises(UnsupportedModelError, match=words), float_reference(bundle):
+        pass
+
+
+def test_quality_has_a_reference(judged: Judged) -> None:
+    text = "".join(chr(token % 26 + 65) for token in TOKENS)
+    with judged.load() as llm:
+        compared = quality(llm.engine, text, window=64, max_windows=2)
+    assert compared.kl_mean < 0.1
+    assert abs(compared.perplexity_change) < 0.2
