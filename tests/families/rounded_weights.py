@@ -12,7 +12,7 @@ from edgellm.llm import LLM
 from edgellm.quantize.int8 import quantize_groups
 
 # Parts of models of transformers that stay in float32.
-_EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight")
+_EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight")
 
 
 def round_weights(model: Any) -> None:
