@@ -7,7 +7,7 @@ import sys
 import click
 
 from edgellm import LoadArguments, Progress, load
-from edgellm.cli.options import load_options, model_argument
+from edgellm.cli.options import chosen_adapter, load_options, lora_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.measure.benchmark import bench as measure
 from edgellm.measure.benchmark import to_json, to_markdown
@@ -28,7 +28,9 @@ def _sizes(_: click.Context, __: click.Parameter, text: str) -> list[int]:
 
 @click.command()
 @model_argument
+@lora_options
 @load_options
+@click.option("--adapter", metavar="NAME", help="The adapter of --lora.  [default: the only one]")
 @click.option(
     "-p", "--n-prompt", "prompts", callback=_sizes, default="512", show_default=True,
     help="Prompt sizes: 512,2048.",
@@ -47,6 +49,7 @@ def bench(
     *,
     name: str,
     load_arguments: LoadArguments,
+    adapter: str | None,
     prompts: list[int],
     generations: list[int],
     depths: list[int],
@@ -54,6 +57,7 @@ def bench(
     output: str,
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
+    adapter = chosen_adapter(adapter)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
 
@@ -68,6 +72,7 @@ def bench(
         generations=generations,
         depths=depths,
         repetitions=repetitions,
+        adapter=adapter,
         progress=show,
     )
     click.echo((to_json if output == "json" else to_markdown)(results, llm.engine))

@@ -16,6 +16,7 @@ Options of the command line go over those of the file.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from edgellm import LoadArguments
+from edgellm import AdapterSource, LoadArguments
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.models import DEFAULT_MODEL
@@ -36,7 +37,7 @@ _FILE = "edgellm.toml"
 _LOADING = tuple(EngineArguments.__annotations__)
 # without biases of tokens: keys of TOML are texts
 _ANSWERS = tuple(name for name in GenerationArguments.__annotations__ if name != "logit_bias")
-_OWN = {"source": str, "system": str, "pinned": bool}
+_OWN = {"source": str, "system": str, "pinned": bool, "adapters": dict}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,8 @@ def _model(name: str, values: Any, *, file: Path) -> ModelConfig:
         arguments["draft"] = _beside(file, engine["draft"])
     if defaults:
         arguments["defaults"] = defaults
+    if own["adapters"]:
+        arguments["adapters"] = _adapters(own["adapters"], where=where, file=file)
     if own["system"] is not None:
         arguments["system"] = own["system"]
     return ModelConfig(
@@ -136,10 +139,31 @@ def _model(name: str, values: Any, *, file: Path) -> ModelConfig:
     )
 
 
+def _adapters(values: Mapping[str, Any], *, where: str, file: Path) -> dict[str, AdapterSource]:
+    """Return the adapters of a model; a path is beside the file, and may end with :SCALE."""
+    adapters: dict[str, AdapterSource] = {}
+    for name, text in values.items():
+        if not isinstance(text, str) or not text:
+            raise OptionError(f"{where}: 'adapters' has {name} = {text!r}; a path is expected")
+        path, scale = path_and_scale(text)
+        adapters[name] = (file.parent / path, scale)
+    return adapters
+
+
 def _beside(file: Path, source: str) -> str:
     """Return a model's source; a path is beside the file, wherever a program starts."""
     path = file.parent / source
     return str(path) if path.exists() else source
+
+
+def path_and_scale(text: str) -> tuple[str, float]:
+    """Split PATH:SCALE; without a number behind the last colon the scale is 1."""
+    path, _, number = text.rpartition(":")
+    try:
+        scale = float(number)
+    except ValueError:
+        return text, 1.0
+    return (path, scale) if path and math.isfinite(scale) else (text, 1.0)
 
 
 def _typed(values: Mapping[str, Any], key: str, kind: type[T], *, where: str) -> T | None:

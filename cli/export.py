@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from edgellm.cli.config import path_and_scale
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text, spelled_out
@@ -111,6 +112,11 @@ def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
     help=f"Static chunk sizes.  [default: {','.join(map(str, DEFAULT_CHUNK_SIZES))}]",
 )
 @calibration_options
+@click.option(
+    "--lora", multiple=True, metavar="PATH[:SCALE]",
+    help="An adapter (LoRA) to merge into the weights before they are rounded, for back ends that "
+    "take no adapters; may be repeated.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 def export(
     *,
@@ -120,6 +126,7 @@ def export(
     weights: str | None,
     chunk_sizes: str | None,
     calibration: CalibrationOptions,
+    lora: tuple[str, ...],
     force: bool,
 ) -> None:
     """Export MODEL to a bundle: static-shape ONNX graphs, decode weights, tokenizer."""
@@ -136,6 +143,7 @@ def export(
             chunk_sizes=sizes,
             weights=weights,
             calibration=calibration,
+            lora=[(Path(path), scale) for path, scale in map(path_and_scale, lora)],
             force=force,
             progress=progress,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any, cast
 import click
 from click.core import ParameterSource
 
-from edgellm import LoadArguments
-from edgellm.cli.config import read_config
+from edgellm import AdapterSource, LoadArguments
+from edgellm.cli.config import path_and_scale, read_config
 from edgellm.cli.llama_cpp_flags import KV_TYPES, ignored_options
 from edgellm.cli.text import say
 from edgellm.errors import OptionError
@@ -46,6 +47,16 @@ def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Comman
         return command
 
     return add
+
+
+def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Parse a number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if found is None:
+        raise click.BadParameter(f"{text!r}: write bytes, or a number with K, M or G, e.g. 4G")
+    return int(float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " "))
 
 
 def model_argument(command: Command) -> Command:
@@ -168,6 +179,13 @@ _LOADING = (
         help="Size of that folder at most.",
     ),
     click.option(
+        "--expert-memory",
+        callback=_bytes,
+        metavar="SIZE",
+        help="Memory for a model's experts, such as 4G or 800M: those used last stay, and others "
+        "are read when they are used.  [default: all, as far as they fit]",
+    ),
+    click.option(
         "--config",
         "config_file",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -215,6 +233,48 @@ _DRAFTS = (
 )
 
 
+_LORA = click.option(
+    "--lora",
+    "--lora-scaled",
+    "lora",
+    multiple=True,
+    metavar="[NAME=]PATH[:SCALE]",
+    help="An adapter (LoRA): a folder of PEFT or MLX, or a GGUF file; may be repeated.",
+)
+
+
+def lora_options(command: Command) -> Command:
+    """Add an option for adapters to a command; passed on by `load_options`."""
+    return _LORA(command)
+
+
+def _adapters(given: Iterable[str]) -> dict[str, AdapterSource]:
+    """Parse what --lora says; without a name, the file's or folder's is the adapter's."""
+    adapters: dict[str, AdapterSource] = {}
+    for text in given:
+        name, named, path = text.rpartition("=") if "=" in text else ("", "", text)
+        path, scale = path_and_scale(path)
+        name = name if named else Path(path).name.removesuffix(".gguf")
+        if not path or not name or name in adapters:
+            raise OptionError(
+                f"--lora {text!r}: write NAME=PATH or NAME=PATH:SCALE, each with its own NAME"
+            )
+        adapters[name] = (path, scale)
+    return adapters
+
+
+def chosen_adapter(name: str | None) -> str | None:
+    """Return the adapter that --adapter names, or the only one of --lora; None: there is none.
+
+    Raises:
+        OptionError: several are given, and none is named.
+    """
+    given = _adapters(click.get_current_context().params.get("lora") or ())
+    if name is None and len(given) > 1:
+        raise OptionError(f"--lora is given {len(given)} times; choose with --adapter NAME")
+    return name if name is not None else next(iter(given), None)
+
+
 def draft_options(command: Command) -> Command:
     """Add options for a draft model to a command that answers; passed on by `load_options`."""
     return _all_of(_DRAFTS)(command)
@@ -251,7 +311,10 @@ def load_options(command: Command) -> Command:
             values["kv_format"] = KV_TYPES[kv_types[-1]]
         if provider_option:
             values["provider_options"] = dict(map(_parse_option, provider_option))
+        adapters = _adapters(given.pop("lora", ()))
         config = read_config(config_file)
+        if adapters:
+            values["adapters"] = adapters
         if "draft" in values:
             values["draft"] = config.model(values["draft"]).source
         if "name" not in given:
@@ -360,6 +423,11 @@ _SAMPLING = (
         "[default: speculate]",
     ),
     click.option(
+        "--adapter",
+        metavar="NAME",
+        help="The adapter of --lora to answer with.  [default: the only one]",
+    ),
+    click.option(
         "--speculate-most",
         type=int,
         help="Tokens guessed for one step at most.  [default: as many as pay]",
@@ -381,6 +449,9 @@ def sampling_options(command: Command) -> Command:
             for value in (given.pop(name, None),)
             if source(name) not in (None, ParameterSource.DEFAULT)
         }
+        adapter = chosen_adapter(chosen.get("adapter"))
+        if adapter is not None:
+            chosen["adapter"] = adapter
         if "logit_bias" in chosen:
             chosen["logit_bias"] = dict(map(_parse_bias, chosen["logit_bias"]))
         for name in ("stop", "dry_sequence_breakers"):

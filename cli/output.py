@@ -156,6 +156,10 @@ def stats_line(stats: Stats, reason: FinishReason) -> str:
     where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
     dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
+    experts = ""
+    if stats.experts is not None:
+        read = f"{stats.experts.bytes_read / 1e6:.0f} MB read"
+        experts = f" | experts in memory: {100 * stats.experts.hit_rate:.1f} %, {read}"
     guessed = [f"{n.accepted} of {n.drafted} by {name}" for name, n in stats.drafts.items()]
     drafts = f" | drafts: {', '.join(guessed)}" if guessed else ""
     drafts += f" | drafts missing of the {stats.draft_failure}" if stats.draft_failure else ""
@@ -164,6 +168,6 @@ def stats_line(stats: Stats, reason: FinishReason) -> str:
         f"{stats.prefill_precision}), {stats.prompt_tokens_per_second:.1f} t/s | "
         f"first token: {stats.ttft_s * 1000:.0f} ms | "
         f"generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tokens_per_second:.1f} t/s{drafts}{dropped} | "
+        f"{stats.generation_tokens_per_second:.1f} t/s{drafts}{dropped}{experts} | "
         f"peak memory: {stats.peak_memory_bytes / 1e6:.0f} MB | seed: {stats.seed}{ended} ]"
     )

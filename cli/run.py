@@ -23,6 +23,7 @@ from edgellm.cli.options import (
     STDIN,
     draft_options,
     load_options,
+    lora_options,
     model_argument,
     sampling_options,
 )
@@ -125,6 +126,7 @@ _PATIENCE_S = 2.0
 @model_argument
 @click.argument("prompt", required=False)
 @draft_options
+@lora_options
 @load_options
 @sampling_options
 @grammar_options

@@ -14,7 +14,7 @@ import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import Config
-from edgellm.cli.options import draft_options, load_options
+from edgellm.cli.options import draft_options, load_options, lora_options
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.progress import ProgressCallback
@@ -130,6 +130,12 @@ def serve_options(command: Command) -> Command:
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @serve_options
 @draft_options
+@lora_options
+@click.option(
+    "--manage-adapters", is_flag=True,
+    help="Let clients add adapters of this machine's files and drop them (POST "
+    "/v1/load_lora_adapter, /v1/unload_lora_adapter).",
+)  # fmt: skip
 @load_options
 def serve(
     *,
@@ -141,6 +147,7 @@ def serve(
     any_model: bool,
     pinned: tuple[str, ...],
     manage_models: bool,
+    manage_adapters: bool,
     log_requests: bool,
     load_arguments: LoadArguments,
 ) -> None:
@@ -148,7 +155,8 @@ def serve(
 
     The first MODEL is loaded at once and answers requests that name none, the others when they are
     asked for. MODEL is as in `edgellm run`; ID=MODEL lets clients call it ID. Where memory does not
-    hold all of them, they take turns.
+    hold all of them, they take turns. Clients name an adapter of --lora as their model; it changes
+    the first MODEL.
     """
     try:
         from edgellm.serve import ModelPool, served_model
@@ -173,6 +181,7 @@ def serve(
             idle_unload_s=idle_unload_s,
             any_model=any_model,
             pull=pulled if manage_models else None,
+            manage_adapters=manage_adapters,
         )
         for model in served:
             model.check()
@@ -182,8 +191,9 @@ def serve(
         del first  # the pool unloads it
 
         def started(address: str) -> None:
+            names = ", ".join([*pool.ids, *pool.adapters.all])
             click.echo(
-                f"serving {', '.join(pool.ids)} at {address} (context {ctx_size}, Ctrl-C ends)",
+                f"serving {names} at {address} (context {ctx_size}, Ctrl-C ends)",
                 err=True,
             )
 
@@ -219,14 +229,17 @@ def _served(
             "edgellm.toml"
         )
 
-    served = []
+    load_arguments = load_arguments.copy()
+    given = load_arguments.pop("adapters", None)
+    of_first: LoadArguments = {"adapters": given} if given else {}
+    served: list[ServedModel] = []
     for name in names:
         id, source = split_id(name)
         model = config.model(source)
         served.append(
             served_model(
                 model.source,
-                {**model.arguments, **load_arguments},
+                {**model.arguments, **load_arguments, **({} if served else of_first)},
                 id=id or (source if source in config.models else None),
                 pinned=model.pinned,
                 progress=progress,

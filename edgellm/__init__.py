@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from edgellm.engine.call import CallArguments, ChatCallArguments
     from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
-    from edgellm.llm import LLM, LoadArguments, load
+    from edgellm.llm import LLM, AdapterSource, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
     from edgellm.progress import Progress
     from edgellm.results import (
@@ -54,6 +54,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: errors and version must not cost the import of numpy and tokenizers.
 _LAZY = {
+    "AdapterSource": "edgellm.llm",
     "BatchAnswer": "edgellm.batch",
     "BatchRequest": "edgellm.batch",
     "CallArguments": "edgellm.engine.call",
@@ -88,6 +89,7 @@ _LAZY = {
 
 __all__ = [
     "LLM",
+    "AdapterSource",
     "BatchAnswer",
     "BatchRequest",
     "BundleError",

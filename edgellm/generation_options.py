@@ -80,6 +80,7 @@ MAY_BE_NONE = (
     "line_limit_ms",
     "prompt_logprobs",
     "speculate_most",
+    "adapter",
 )
 # Largest bias: a larger one would drown float32 scores.
 _MOST_BIAS = 1_000_000
@@ -131,6 +132,7 @@ class GenerationArguments(TypedDict, total=False):
     repetition_limit: int
     speculate: bool
     speculate_most: int | None
+    adapter: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +206,8 @@ class GenerationOptions:
             (see `speculation.py`); the answer is the same.
         speculate_most: largest number of tokens that are guessed for one step; None: as many as
             pay.
+        adapter: name of a loaded adapter (LoRA) that changes the model for this answer; None: the
+            model as it is, or in a session the session's own.
     """
 
     temperature: float = 0.8
@@ -249,6 +253,7 @@ class GenerationOptions:
     repetition_limit: int = 256
     speculate: bool = True
     speculate_most: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -273,6 +278,8 @@ class GenerationOptions:
             object.__setattr__(self, "stop", (self.stop,))
         check_texts("stop", self.stop)
         check_text("owner", self.owner)
+        if self.adapter is not None:
+            check_text("adapter", self.adapter)
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
                 f"`logit_bias` is {self.logit_bias!r}; a dict of token ids and numbers is expected"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Unpack
@@ -22,10 +22,11 @@ from edgellm.checks import (
     check_texts,
     check_token_ids,
 )
+from edgellm.engine.adapters import for_adapters
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.auto_prefill import faster_provider
-from edgellm.engine.call import CallArguments, ChatArguments
+from edgellm.engine.call import ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.draft_opening import prepare_draft
@@ -48,16 +49,14 @@ from edgellm.generation_options import (
     GenerationOptions,
     chosen_options,
 )
-from edgellm.infill import stream_infill
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import POOLING, EngineArguments, EngineOptions, Pooling
 from edgellm.progress import ProgressCallback
-from edgellm.results import Completion, Piece, RankedDocument, completion, ranked
+from edgellm.results import RankedDocument, ranked
 from edgellm.session import Session
 from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import rounding_notes
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
-from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text.prompt import SYSTEM_ROLES, Message
 from edgellm.text_generation import TextGeneration
@@ -66,9 +65,14 @@ _log = logging.getLogger(__name__)
 _ENGINE = frozenset(EngineArguments.__annotations__)
 
 
+# Folder or file of an adapter, perhaps with a factor of its changes.
+AdapterSource = str | Path | tuple[str | Path, float]
+
+
 class LoadArguments(EngineArguments, total=False):
     """Keyword arguments of `load` but `progress`."""
 
+    adapters: Mapping[str, AdapterSource] | None
     defaults: GenerationArguments | None
     system: str | None
 
@@ -80,7 +84,8 @@ def engine_options(arguments: LoadArguments) -> EngineOptions:
         OptionError: a value is not allowed.
     """
     engine = {name: value for name, value in arguments.items() if name in _ENGINE}
-    return EngineOptions(**engine)  # type: ignore[arg-type]
+    options = EngineOptions(**engine)  # type: ignore[arg-type]
+    return for_adapters(options) if arguments.get("adapters") else options
 
 
 def with_defaults(bundle: Bundle, defaults: GenerationArguments | None) -> Bundle:
@@ -97,6 +102,7 @@ def load(
     progress: ProgressCallback | None = None,
     defaults: GenerationArguments | None = None,
     system: str | None = None,
+    adapters: Mapping[str, AdapterSource] | None = None,
     **options: Unpack[EngineArguments],
 ) -> LLM:
     """Load a model; on first use it is downloaded and exported into EDGELLM_HOME.
@@ -111,6 +117,8 @@ def load(
         defaults: generation options of all answers, over those in the model's files.
         system: system prompt of conversations that have none of their own; None: the one that
             comes with an alias (the default model has one), if any.
+        adapters: adapters (LoRA) that answers may name, see `LLM.load_adapter`: name to path, or to
+            path and scale. With some, `prefill` and `decode` auto are the native kernels.
         options: fields of `EngineOptions`.
 
     Raises:
@@ -124,9 +132,11 @@ def load(
         check_text("system", system)
     check_names(defaults or {}, GenerationOptions)
     GenerationOptions(**(defaults or {}))
+    if adapters:
+        chosen = for_adapters(chosen)
     bundle, chosen, why_cpu = prepare_for(name, chosen, progress=progress)
     bundle = with_defaults(bundle, defaults)
-    faster = faster_provider(bundle, chosen)
+    faster = None if adapters else faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
     draft = prepare_draft(bundle, chosen, progress=progress)
@@ -141,6 +151,9 @@ def load(
     if system is None and name in KNOWN:
         system = KNOWN[name].system
     llm = LLM(engine, system=system)
+    for key, source in (adapters or {}).items():
+        path, scale = source if isinstance(source, tuple) else (source, 1.0)
+        llm.load_adapter(key, path, scale=scale)
     for note in llm.notes:
         level = logging.WARNING if note in engine.fallbacks else logging.INFO
         _log.log(level, "%s: %s", bundle.manifest.name, note)
@@ -186,6 +199,38 @@ class LLM(TextGeneration):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def load_adapter(self, name: str, path: str | Path, *, scale: float = 1.0) -> None:
+        """Load an adapter (LoRA) that answers may name: `generate(text, adapter=name)`.
+
+        Answers of several adapters, and of none, are computed in the same steps. Adapters run in
+        the native kernels.
+
+        Args:
+            name: name for answers to use.
+            path: PEFT's or MLX's folder, or a GGUF file of an adapter.
+            scale: factor of its changes, over the one that its file says.
+
+        Raises:
+            ModelFormatError: a file is damaged, or made for a model of other sizes.
+            UnsupportedModelError: the adapter is for another architecture, changes what it cannot
+                here, or the model does not run in the native kernels.
+            OptionError: the name is taken.
+        """
+        self.engine.adapters.load(name, path, scale=scale)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter; answers on their way with it go on to their end.
+
+        Raises:
+            OptionError: no adapter has this name.
+        """
+        self.engine.adapters.unload(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names of the loaded adapters."""
+        return list(self.engine.adapters.loaded)
 
     @property
     def name(self) -> str:
@@ -239,73 +284,6 @@ class LLM(TextGeneration):
         notes = (*rounding_notes(engine.bundle.manifest, engine.precisions), context)
         return [note for note in (*notes, *engine.fallbacks) if note is not None]
 
-    def infill(
-        self,
-        prefix: str,
-        suffix: str,
-        *,
-        extra: Sequence[tuple[str, str]] = (),
-        path: str = "main",
-        repository: str | None = None,
-        order: Order | None = None,
-        single_line: bool = False,
-        template: bool = False,
-        **arguments: Unpack[CallArguments],
-    ) -> Completion:
-        """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
-
-        Args:
-            extra: other files, each a path and its text.
-            path: path of the file with the gap; used only with other files or a repository.
-            repository: name of the files' repository.
-            order: order of the parts: `psm`, `spm`, or None for the order of the model's training.
-                With `spm` the suffix keeps its place in the KV cache while the prefix grows.
-            single_line: whether to stop at the end of the line.
-            template: whether to ask in words through the chat template, for models without infill
-                tokens.
-            arguments: see `CallArguments`; `min_indent` and `time_limit_ms` are for editors.
-
-        Raises:
-            UnsupportedModelError: the model has no infill tokens, and `template` is not set.
-        """
-        pieces = self.stream_infill(
-            prefix,
-            suffix,
-            extra=extra,
-            path=path,
-            repository=repository,
-            order=order,
-            single_line=single_line,
-            template=template,
-            **arguments,
-        )
-        return completion(list(pieces))
-
-    def stream_infill(
-        self,
-        prefix: str,
-        suffix: str,
-        *,
-        extra: Sequence[tuple[str, str]] = (),
-        path: str = "main",
-        repository: str | None = None,
-        order: Order | None = None,
-        single_line: bool = False,
-        template: bool = False,
-        **arguments: Unpack[CallArguments],
-    ) -> Iterator[Piece]:
-        """Stream the text of `infill`, piece by piece."""
-        for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
-            check_text(argument, value)
-        gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
-        if arguments.get("options") is None:
-            arguments.setdefault("temperature", 0.0)
-        call = self._call(arguments)
-        if single_line:
-            stop = [*call.options.stop, "\n"]
-            call = replace(call, options=replace(call.options, stop=stop))
-        return stream_infill(self.engine, gap, call, order=order, template=template)
-
     def chat(
         self,
         *,
@@ -332,19 +310,27 @@ class LLM(TextGeneration):
         chat.messages += messages
         return chat
 
-    def session(self) -> Session:
-        """Open an empty session: append, generate, fork, rewind."""
-        return Session(self.engine)
+    def session(self, *, adapter: str | None = None) -> Session:
+        """Open an empty session: append, generate, fork, rewind.
 
-    def load_session(self, path: str | Path) -> Session:
+        Args:
+            adapter: loaded adapter of answers that name none; None: the model as it is.
+        """
+        return Session(self.engine, adapter=adapter)
+
+    def load_session(self, path: str | Path, *, adapter: str | None = None) -> Session:
         """Open a session that `Session.save` wrote, in this process or another, on any back end.
 
+        Args:
+            adapter: loaded adapter with which the session was saved, perhaps under another name;
+                None: it had none.
+
         Raises:
-            SessionFileError: a file that is damaged, or of another model or KV format.
+            SessionFileError: a file that is damaged, or of another model, KV format or adapter.
         """
-        context = Context(self.engine)
+        context = Context(self.engine, adapter=self.engine.adapters.get(adapter))
         context.restore(check_path("path", path))
-        return Session(self.engine, context)
+        return Session(self.engine, context, adapter=adapter)
 
     def prefix(
         self,
@@ -352,6 +338,7 @@ class LLM(TextGeneration):
         text: str | None = None,
         *,
         system: bool = False,
+        adapter: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Session:
         """Open a session that begins with a named text; its KV cache is kept in EDGELLM_HOME.
@@ -363,6 +350,7 @@ class LLM(TextGeneration):
         Args:
             text: text of the prefix; None: the text that was kept under the name.
             system: whether the text is a system prompt, with which `chat(system=text)` begins.
+            adapter: loaded adapter of the session; a prefix is kept for each adapter.
             progress: callback told how many tokens are computed.
 
         Raises:
@@ -371,10 +359,10 @@ class LLM(TextGeneration):
         """
         check_text("name", name)
         if text is None:
-            return open_prefix(self.engine, name)[1]
+            return open_prefix(self.engine, name, adapter=adapter)[1]
         check_text("text", text)
         kind: Kind = "system" if system else "text"
-        return keep_prefix(self.engine, name, text, kind=kind, progress=progress)
+        return keep_prefix(self.engine, name, text, kind=kind, adapter=adapter, progress=progress)
 
     def json_filter(self, schema: str) -> LogitFilter:
         """Return a logit filter for answers that are JSON of a schema; `{}` allows any JSON.
@@ -421,12 +409,17 @@ class LLM(TextGeneration):
         return self.engine.tokenizer.decode(checked, skip_special=skip_special)
 
     def embed(
-        self, texts: str | Sequence[str], *, pooling: Pooling = "mean"
+        self,
+        texts: str | Sequence[str],
+        *,
+        pooling: Pooling = "mean",
+        adapter: str | None = None,
     ) -> NDArray[np.float32]:
         """Embed a text, `[E]`, or several texts, `[len(texts), E]`, each with norm 1.
 
         Args:
             pooling: embedding of a text: the mean of its tokens' states, or the last state.
+            adapter: loaded adapter; None: the model as it is.
 
         Raises:
             OptionError: a text is empty.
@@ -437,7 +430,7 @@ class LLM(TextGeneration):
         given = [texts] if isinstance(texts, str) else texts
         check_texts("texts", given)
         prompts = [self.engine.tokenizer.encode(text) for text in given]
-        pending = embeddings(self.engine, prompts, pooling=pooling)
+        pending = embeddings(self.engine, prompts, pooling=pooling, adapter=adapter)
         rows = [*iterate(self.engine.loop, pending)]
         return rows[0] if single else np.stack(rows)
 
@@ -450,6 +443,7 @@ class LLM(TextGeneration):
         method: RerankMethod = "auto",
         instruction: str = DEFAULT_INSTRUCTION,
         pooling: Pooling = "mean",
+        adapter: str | None = None,
     ) -> list[RankedDocument]:
         """Rank documents by their relevance to a query, the most relevant first.
 
@@ -460,6 +454,7 @@ class LLM(TextGeneration):
                 reranker, else embeddings.
             instruction: task that yes_no judges by.
             pooling: see `embed`; for embeddings.
+            adapter: see `embed`.
 
         Raises:
             OptionError: a text is empty.
@@ -477,10 +472,10 @@ class LLM(TextGeneration):
         engine = self.engine
         if chosen_method(engine, method) == "yes_no":
             prompts = yes_no_prompts(engine, query, documents, instruction=instruction)
-            pending = yes_no(engine, prompts)
+            pending = yes_no(engine, prompts, adapter=adapter)
         else:
             encoded = [engine.tokenizer.encode(text) for text in (query, *documents)]
-            pending = similarities(engine, encoded, pooling=pooling)
+            pending = similarities(engine, encoded, pooling=pooling, adapter=adapter)
         return ranked([*iterate(engine.loop, pending)], top_n)
 
     def __repr__(self) -> str:

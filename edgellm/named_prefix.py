@@ -49,37 +49,54 @@ class NamedPrefix:
     tokens: int
 
 
-def open_prefix(engine: Engine, name: str) -> tuple[NamedPrefix, Session]:
+def open_prefix(
+    engine: Engine, name: str, *, adapter: str | None = None
+) -> tuple[NamedPrefix, Session]:
     """Open a kept prefix; return its description and a session that begins with it.
 
     A damaged KV cache is computed again.
 
+    Args:
+        adapter: adapter that the prefix was kept with, and that the session has; None: none.
+
     Raises:
-        OptionError: no prefix of that name is kept for this model.
+        OptionError: no prefix of that name is kept for this model and adapter.
     """
-    prefix = _read(_folder(engine, name))
+    folder = _folder(engine, name, adapter)
+    prefix = _read(folder)
     if prefix is None:
         kept = sorted({p.name for p, _ in kept_prefixes() if p.model == _model(engine)})
+        of = "" if adapter is None else f" and the adapter {adapter!r}"
         raise OptionError(
             f"no prefix {name!r} is kept for {_model(engine)} with a KV cache in "
-            f"{engine.options.kv_format}; kept for this model are: {', '.join(kept) or 'none'}. "
-            "`edgellm cache add` keeps one"
+            f"{engine.options.kv_format}{of}; kept for this model are: "
+            f"{', '.join(kept) or 'none'}. `edgellm cache add` keeps one"
         )
     try:
-        context = Context(engine)
-        context.restore(_folder(engine, name) / _SESSION)
+        context = Context(engine, adapter=engine.adapters.get(adapter))
+        context.restore(folder / _SESSION)
         # others find the last block, which is not full, only once a session is closed
-        with Session(engine, context) as session:
+        with Session(engine, context, adapter=adapter) as session:
             return prefix, session.fork()
     except SessionFileError as error:
         _log.warning("%s; computed again", error)
-        return prefix, _compute(engine, prefix, _tokens(engine, prefix.text, prefix.kind), None)
+        tokens = _tokens(engine, prefix.text, prefix.kind)
+        return prefix, _compute(engine, prefix, tokens, None, adapter=adapter)
 
 
 def keep_prefix(
-    engine: Engine, name: str, text: str, *, kind: Kind, progress: ProgressCallback | None = None
+    engine: Engine,
+    name: str,
+    text: str,
+    *,
+    kind: Kind,
+    adapter: str | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Session:
     """Keep a text under a name, in place of an older one; return a session that begins with it.
+
+    Args:
+        adapter: adapter to compute it with, and of the session; None: none.
 
     Raises:
         OptionError: an empty name or text, or files that cannot be written.
@@ -89,9 +106,9 @@ def keep_prefix(
         raise OptionError("a prefix has a name and a text; one of them is empty")
     tokens = _tokens(engine, text, kind)
     about = NamedPrefix(name, _model(engine), engine.options.kv_format, kind, text, len(tokens))
-    if _read(_folder(engine, name)) == about:
-        return open_prefix(engine, name)[1]
-    return _compute(engine, about, tokens, progress)
+    if _read(_folder(engine, name, adapter)) == about:
+        return open_prefix(engine, name, adapter=adapter)[1]
+    return _compute(engine, about, tokens, progress, adapter=adapter)
 
 
 def kept_prefixes() -> list[tuple[NamedPrefix, Path]]:
@@ -114,10 +131,15 @@ def forget_prefix(name: str) -> int:
 
 
 def _compute(
-    engine: Engine, about: NamedPrefix, tokens: list[int], progress: ProgressCallback | None
+    engine: Engine,
+    about: NamedPrefix,
+    tokens: list[int],
+    progress: ProgressCallback | None,
+    *,
+    adapter: str | None,
 ) -> Session:
-    folder = _folder(engine, about.name)
-    with Session(engine) as session:
+    folder = _folder(engine, about.name, adapter)
+    with Session(engine, adapter=adapter) as session:
         session.replace(tokens)
         answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":
@@ -134,8 +156,11 @@ def _compute(
         return session.fork()
 
 
-def _folder(engine: Engine, name: str) -> Path:
-    key = hashlib.sha256(f"{name}|{engine.fingerprint}|{engine.arithmetic}".encode())
+def _folder(engine: Engine, name: str, adapter: str | None) -> Path:
+    loaded = engine.adapters.get(adapter)
+    words = [name, engine.fingerprint, engine.arithmetic]
+    words += [] if loaded is None else [loaded.digest]
+    key = hashlib.sha256("|".join(words).encode())
     return prefixes_dir() / f"{file_safe(name)}-{key.hexdigest()[:16]}"
 
 

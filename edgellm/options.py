@@ -60,6 +60,7 @@ class EngineArguments(TypedDict, total=False):
     draft: str | None
     draft_tokens: int
     draft_p_min: float
+    expert_memory: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,10 @@ class EngineOptions:
             earlier tokens tell what may follow.
         draft_tokens: largest number of tokens that the draft model guesses for one step.
         draft_p_min: probability of its best token below which the draft model guesses no further.
+        expert_memory: bytes of experts that stay in memory, those that were used last; the others
+            are read from the disk when they are used. The answers are the same. None: all experts
+            stay as far as the system lets them. A step of many rows may go beyond it by the experts
+            of one layer.
     """
 
     precision: str | None = None
@@ -137,6 +142,7 @@ class EngineOptions:
     draft: str | None = None
     draft_tokens: int = 3
     draft_p_min: float = 0.5
+    expert_memory: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -180,6 +186,8 @@ class EngineOptions:
             check_number("cache_size", self.cache_size, 1, whole=True)
         if self.memory_limit_bytes is not None:
             check_number("memory_limit_bytes", self.memory_limit_bytes, 1, 1 << 60, whole=True)
+        if self.expert_memory is not None:
+            check_number("expert_memory", self.expert_memory, 1, 1 << 60, whole=True)
         if self.threads is not None:
             check_number("threads", self.threads, 1, 1024, whole=True)
         if not isinstance(self.provider_options, Mapping):

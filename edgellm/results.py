@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from edgellm.backends.trace import TaskRecord, bubble_rate, write_trace
+from edgellm.kernels.experts import ExpertUse
 from edgellm.tool_use import ToolCall, ToolCallDelta, joined_calls
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Stats:
         queued_s: part of `ttft_s` before the prompt was begun, because other answers were first.
         preempted: number of times that the answer gave its place in the KV cache to others for a
             while.
+        experts: experts found in memory and read while the answer was on its way, also for other
+            answers; None without `expert_memory`.
         tasks: records of the tasks that ran during prefill (see `trace.py`).
     """
 
@@ -78,6 +81,7 @@ class Stats:
     dropped_tokens: int = 0
     queued_s: float = 0.0
     preempted: int = 0
+    experts: ExpertUse | None = None
     tasks: tuple[TaskRecord, ...] = field(default=(), repr=False)
 
     def write_trace(self, path: Path) -> None:

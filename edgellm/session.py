@@ -28,16 +28,28 @@ class Session:
     """
 
     def __init__(
-        self, engine: Engine, context: Context | None = None, *, closes: bool = False
+        self,
+        engine: Engine,
+        context: Context | None = None,
+        *,
+        closes: bool = False,
+        adapter: str | None = None,
     ) -> None:
         """Begin with a context.
 
         Args:
             context: tokens and KV cache to begin with; None: an empty context.
             closes: whether the session closes at the end of its first answer.
+            adapter: adapter of answers that name none.
+
+        Raises:
+            OptionError: no adapter has this name.
         """
         self._engine = engine
-        self._context = Context(engine) if context is None else context
+        self._adapter = adapter
+        if context is None:
+            context = Context(engine, adapter=engine.adapters.get(adapter))
+        self._context = context
         self._closes = closes
         self.stats: Stats | None = None
 
@@ -74,7 +86,7 @@ class Session:
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
-        return Session(self._engine, self._context.fork())
+        return Session(self._engine, self._context.fork(), adapter=self._adapter)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
@@ -139,7 +151,10 @@ class Session:
         return aiterate(self._engine.loop, pending)
 
     def _call(self, arguments: CallArguments) -> Call:
-        return model_call(self._engine, arguments)
+        call = model_call(self._engine, arguments)
+        if self._adapter is not None and call.options.adapter is None:
+            call = replace(call, options=replace(call.options, adapter=self._adapter))
+        return call
 
     def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
         options = call.options

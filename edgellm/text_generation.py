@@ -1,4 +1,4 @@
-"""Continuation of texts: one text, several answers to one text, or many texts together."""
+"""Continuation of texts, one or many together, and texts for gaps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import Unpack, overload
 
 from edgellm.batch import BatchAnswer, BatchRequest, Prompt, answers, is_many, prompt_tokens
-from edgellm.checks import check_number
+from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.pending import Pending, aiterate, iterate
+from edgellm.infill import stream_infill
 from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
+from edgellm.text.fim import Gap, Order
 
 
 class TextGeneration:
@@ -150,6 +152,73 @@ class TextGeneration:
         """
         pending = self._batch(prompts, n, self._call(arguments))
         return aiterate(self.engine.loop, pending)
+
+    def infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        extra: Sequence[tuple[str, str]] = (),
+        path: str = "main",
+        repository: str | None = None,
+        order: Order | None = None,
+        single_line: bool = False,
+        template: bool = False,
+        **arguments: Unpack[CallArguments],
+    ) -> Completion:
+        """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
+
+        Args:
+            extra: other files, each a path and its text.
+            path: path of the file with the gap; used only with other files or a repository.
+            repository: name of the files' repository.
+            order: order of the parts: `psm`, `spm`, or None for the order of the model's training.
+                With `spm` the suffix keeps its place in the KV cache while the prefix grows.
+            single_line: whether to stop at the end of the line.
+            template: whether to ask in words through the chat template, for models without infill
+                tokens.
+            arguments: see `CallArguments`; `min_indent` and `time_limit_ms` are for editors.
+
+        Raises:
+            UnsupportedModelError: the model has no infill tokens, and `template` is not set.
+        """
+        pieces = self.stream_infill(
+            prefix,
+            suffix,
+            extra=extra,
+            path=path,
+            repository=repository,
+            order=order,
+            single_line=single_line,
+            template=template,
+            **arguments,
+        )
+        return completion(list(pieces))
+
+    def stream_infill(
+        self,
+        prefix: str,
+        suffix: str,
+        *,
+        extra: Sequence[tuple[str, str]] = (),
+        path: str = "main",
+        repository: str | None = None,
+        order: Order | None = None,
+        single_line: bool = False,
+        template: bool = False,
+        **arguments: Unpack[CallArguments],
+    ) -> Iterator[Piece]:
+        """Stream the text of `infill`, piece by piece."""
+        for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
+            check_text(argument, value)
+        gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
+        if arguments.get("options") is None:
+            arguments.setdefault("temperature", 0.0)
+        call = self._call(arguments)
+        if single_line:
+            stop = [*call.options.stop, "\n"]
+            call = replace(call, options=replace(call.options, stop=stop))
+        return stream_infill(self.engine, gap, call, order=order, template=template)
 
     def _call(self, arguments: CallArguments) -> Call:
         return model_call(self.engine, arguments)

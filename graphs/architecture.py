@@ -25,11 +25,15 @@ class Fused:
         name: name of the file's tensor.
         parts: names of the layer's tensors whose rows it holds, in the order of the rows.
         by_heads: whether it has this order within each of the layer's attention heads.
+        interleaved: whether the parts take turns row by row, and not one whole part after another.
+        transposed: whether a stack of floats has its columns first, `[X, K, N]`. (Codes never do.)
     """
 
     name: str
     parts: tuple[str, ...]
     by_heads: bool = False
+    interleaved: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,8 @@ HF_NAMES: Names = {
         f"expert_{x}": PerExpert(f"model.layers.{{}}.mlp.experts.{{}}.{x}_proj.weight")
         for x in _MLP
     },
+    "selection_bias": "model.layers.{}.mlp.gate.e_score_correction_bias",
+    **{f"shared_{x}": f"model.layers.{{}}.mlp.shared_experts.{x}_proj.weight" for x in _MLP},
 }
 # Names for norms on both sides, in files of Gemma 2 and later models: `post_attention_layernorm` is
 # the norm after attention here. In Llama's files it is the norm before the MLP.
@@ -92,6 +98,12 @@ GGUF_NAMES: Names = {
     **{f"{x}_bias": f"blk.{{}}.ffn_{x}.bias" for x in _MLP},
     "router": "blk.{}.ffn_gate_inp.weight",
     **{f"expert_{x}": f"blk.{{}}.ffn_{x}_exps.weight" for x in _MLP},
+    "router_bias": "blk.{}.ffn_gate_inp.bias",
+    "selection_bias": "blk.{}.exp_probs_b.bias",
+    **{f"expert_{x}_bias": f"blk.{{}}.ffn_{x}_exps.bias" for x in _MLP},
+    "shared_router": "blk.{}.ffn_gate_inp_shexp.weight",
+    **{f"shared_{x}": f"blk.{{}}.ffn_{x}_shexp.weight" for x in _MLP},
+    "sinks": "blk.{}.attn_sinks.weight",
     "post_mlp_norm": "blk.{}.post_ffw_norm.weight",
 }
 _QKV, _GATE_UP = ("q", "k", "v"), ("gate", "up")
@@ -104,6 +116,30 @@ GGUF_FUSED_QKV: Names = {
 GGUF_FUSED_EXPERTS: Names = {
     f"expert_{x}": Fused("blk.{}.ffn_gate_up_exps.weight", _GATE_UP) for x in _GATE_UP
 }
+# Modules of a layer in which MLX stacks its experts.
+_MLX_STACKS = (
+    *("mlp.switch_mlp", "block_sparse_moe.switch_mlp", "feed_forward.switch_mlp"),
+    "mlp.experts",  # of gpt-oss
+)
+
+
+def mlx_experts(layers: int, known: Callable[[str], bool]) -> Names:
+    """Return names of stacks of experts as MLX writes them; none where a folder has none.
+
+    Args:
+        layers: number of layers, the first of which may be dense.
+        known: whether the folder has a tensor of a name.
+    """
+    for stack in _MLX_STACKS:
+        if any(known(f"model.layers.{i}.{stack}.gate_proj.weight") for i in range(layers)):
+            module = f"model.layers.{{}}.{stack}."
+            return {
+                **{f"expert_{x}": f"{module}{x}_proj.weight" for x in _MLP},
+                **{f"expert_{x}_bias": f"{module}{x}_proj.bias" for x in _MLP},
+            }
+    return {}
+
+
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
@@ -114,19 +150,18 @@ HF_FUSED_MLP: Names = {
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "glm4moe": "glm4_moe",
+    "gpt-oss": "gpt_oss",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",
+    "qwen2moe": "qwen2_moe",
     "qwen35": "qwen3_5_text",
     "qwen3moe": "qwen3_moe",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
 _MISSING: Mapping[str, tuple[str, ...]] = {
-    "experts that all tokens share": (
-        "bailingmoe", "deepseek", "dots1", "ernie45moe", "glm4moe", "granitemoeshared",
-        "hunyuanmoe", "llama4", "qwen2moe", "qwen35moe", "qwen3next",
-    ),
-    "experts with biases": ("gptoss",),
-    "a router of another kind": ("lfm2moe", "minimaxm2", "phimoe"),
+    "a router of another kind": ("phimoe",),
     "recurrent layers": (
         "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh",
         "recurrentgemma", "rwkv",

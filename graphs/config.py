@@ -17,6 +17,12 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
 }
+# Fields that came later, with the values of models before there were any.
+_LATER: Mapping[str, Mapping[str, Any]] = {
+    "layer": {"experts": None, "shared": None},
+    "mixer": {"sinks": False, "output_gate": False},
+    "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
+}
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
 
@@ -68,6 +74,8 @@ class ModelConfig:
             )
         for index, layer in enumerate(self.layers):
             _check_groups("intermediate_size", layer.mlp.intermediate)
+            if layer.shared is not None:
+                _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
             if not layer.attends:
                 continue
@@ -137,6 +145,8 @@ class ModelConfig:
         parts = {
             "experts": self.has_experts,
             "layers with states": self.has_states,
+            "attention sinks": any(each.sinks for each in self.attentions.values()),
+            "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),
             "gates of attention": gates,
         }
         return " and ".join(part for part, there in parts.items() if there)
@@ -153,13 +163,20 @@ class ModelConfig:
 
 
 def _layer_json(layer: LayerConfig) -> dict[str, Any]:
-    """Return a layer as before there were experts and other mixers: sessions name models by it."""
+    """Return a layer as before it had parts that came later: sessions name models by it."""
     values = asdict(layer)
-    if layer.experts is None:
-        del values["experts"]
-    if not values["mixer"].get("output_gate", True):
-        del values["mixer"]["output_gate"]
+    if layer.experts is not None:
+        _leave_out(values["experts"], _LATER["experts"])
+    _leave_out(values["mixer"], _LATER["mixer"])
+    _leave_out(values, _LATER["layer"])
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}
+
+
+def _leave_out(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Remove fields that have their values of before."""
+    for name, default in defaults.items():
+        if values.get(name, default) == default:
+            values.pop(name, None)
 
 
 def _check_groups(name: str, size: int) -> None:

@@ -54,10 +54,10 @@ class GGUFCheckpoint:
         if kind not in (None, "model"):
             raise UnsupportedModelError(f"{path}: a GGUF file of type {kind!r} is not a model")
         name = fields.read(str, "general.architecture")
+        self._prefix = f"{name}."
         family = architecture(name, gguf=True, origin=str(path))
         header = self._header(name)
         self.config = _config(family, header)
-        self._blocks = header.fields.read(int, "block_count")
         fused = _FUSED_QKV in self._tensors and self.config.layers[0].attends
         qkv = GGUF_FUSED_QKV if fused else {}
         experts = GGUF_FUSED_EXPERTS if _FUSED_EXPERTS in self._tensors else {}
@@ -85,17 +85,17 @@ class GGUFCheckpoint:
             UnsupportedModelError: the file has such a tensor; the message names the first one.
         """
         known = self._translation.file_names()
+        blocks = Fields(self.metadata, origin="", prefix=self._prefix).read(int, "block_count")
+        # layers that predict further tokens stand behind the model's own
+        others = {f"blk.{block}" for block in range(self.config.layer_count, blocks)}
         for name in self._tensors:
-            if name not in known and not _UNUSED.fullmatch(name) and not self._drafts(name):
+            if ".".join(name.split(".")[:2]) in others:
+                continue
+            if name not in known and not _UNUSED.fullmatch(name):
                 raise UnsupportedModelError(
                     f"{self.path}: tensor {name} is not understood, and leaving it out could "
                     "change what the model computes"
                 )
-
-    def _drafts(self, name: str) -> bool:
-        """Whether a tensor is of the blocks behind the model's layers, which draft tokens (MTP)."""
-        block = re.match(r"blk\.(\d+)\.", name)
-        return block is not None and self.config.layer_count <= int(block[1]) < self._blocks
 
     def _header(self, name: str) -> GGUFHeader:
         shape = self._stored(_EMBEDDING).shape
@@ -116,16 +116,20 @@ class GGUFCheckpoint:
     def _stored(self, key: str) -> Tensor:
         if key not in self._tensors:
             raise ModelFormatError(f"{self.path}: tensor {key} is missing")
-        entry = self._tensors[key]
-        storage = entry.tensor_type.name
-        tensor = Tensor(
-            entry.shape,
-            storage,
-            float32=lambda: _dequantize(entry, str(self.path)),
-            quantized=(lambda: weight_of(_rows(entry), storage)) if storage in FORMATS else None,
-            nbytes=entry.data.nbytes,
-        )
-        return checked(tensor, f"{self.path}: tensor {key}")
+        return tensor_of(self._tensors[key], origin=str(self.path))
+
+
+def tensor_of(entry: StoredTensor, *, origin: str) -> Tensor:
+    """Return a tensor of the GGUF file `origin`."""
+    storage = entry.tensor_type.name
+    tensor = Tensor(
+        entry.shape,
+        storage,
+        float32=lambda: _dequantize(entry, origin),
+        quantized=(lambda: weight_of(_rows(entry), storage)) if storage in FORMATS else None,
+        nbytes=entry.data.nbytes,
+    )
+    return checked(tensor, f"{origin}: tensor {entry.name}")
 
 
 def _config(family: Architecture, header: GGUFHeader) -> ModelConfig:

@@ -34,7 +34,9 @@ _LARGEST_ANGLE = 2 * math.pi
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
 Norms = Literal["pre", "post", "sandwich"]
-Activation = Literal["silu", "gelu_tanh"]
+# gpt-oss has a SwiGLU whose factors are clamped: gate to 7 at most, up to -7 to 7, which 1 is added
+# to; the sigmoid takes 1.702 times the gate (arXiv:2508.10925).
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,8 @@ class Attention:
         output_bias: whether the output projection has a bias.
         output_gate: whether the attention output is multiplied by the sigmoid of a projection of
             its own before the output projection.
+        sinks: whether each head has a score without key and value in its softmax
+            (Xiao et al., arXiv:2309.17453).
     """
 
     heads: int
@@ -89,6 +93,7 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     output_gate: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -225,6 +230,24 @@ class Mlp:
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise UnsupportedModelError("model config: a clamped SwiGLU without a gate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpert:
+    """MLP that all rows go through beside the experts that the router chooses, without biases.
+
+    Attributes:
+        routed: whether its output counts by the sigmoid of a product with the row; else it is
+            added as it is.
+    """
+
+    intermediate: int
+    routed: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,16 +259,20 @@ class LayerConfig:
         norms: place of the norms: before mixer and MLP (pre), behind them, before their outputs
             are added to the residual (post), or both (sandwich).
         experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
+        shared: expert beside the chosen ones, with their activation; None: there is none.
     """
 
     mixer: Mixer
     mlp: Mlp
     norms: Norms = "pre"
     experts: Routing | None = None
+    shared: SharedExpert | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
             _check_experts(self.experts, self.mlp)
+        elif self.shared is not None:
+            raise ModelFormatError("model config: a shared expert in a layer without experts")
 
     @property
     def attention(self) -> Attention:
@@ -284,11 +311,8 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         raise ModelFormatError(
             f"model config: the scale of the experts is {experts.scale}; it must be positive"
         )
-    if mlp.bias or not mlp.gated:
-        raise UnsupportedModelError(
-            "model config: experts have biases or no gate; supported are experts with a gate and "
-            "without biases"
-        )
+    if not mlp.gated:
+        raise UnsupportedModelError("model config: experts without a gate; supported is one")
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:

@@ -266,8 +266,12 @@ def context_of_hf(fields: Fields, *, layer_type: str | None = None) -> int:
     return context
 
 
-def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
-    """Read RoPE from a GGUF file's `rope.*` keys and its tensors of factors."""
+def from_gguf(header: GGUFHeader, *, head_dim: int, truncate: bool = True) -> Rope:
+    """Read RoPE from a GGUF file's `rope.*` keys and its tensors of factors.
+
+    Args:
+        truncate: see `scale_yarn`; files do not say it.
+    """
     fields = header.fields
     dim = fields.optional(int, "rope.dimension_count") or head_dim
     theta = fields.positive("rope.freq_base", default=_THETA)
@@ -275,7 +279,7 @@ def from_gguf(header: GGUFHeader, *, head_dim: int) -> Rope:
     kind = _gguf_kind(fields)
     magnitude = 1.0
     if kind == "yarn":
-        inv_freq, magnitude = _yarn_of_gguf(inv_freq, fields, theta)
+        inv_freq, magnitude = _yarn_of_gguf(inv_freq, fields, theta, truncate=truncate)
     elif kind == "linear":
         # files without scaling may have a factor of 1 or 0; some write a factor and no type
         factor = fields.optional(float, "rope.scaling.factor")
@@ -335,7 +339,9 @@ def _yarn_of_hf(inv_freq: Frequencies, settings: Fields, theta: float) -> tuple[
     return scaled, magnitude
 
 
-def _yarn_of_gguf(inv_freq: Frequencies, fields: Fields, theta: float) -> tuple[Frequencies, float]:
+def _yarn_of_gguf(
+    inv_freq: Frequencies, fields: Fields, theta: float, *, truncate: bool
+) -> tuple[Frequencies, float]:
     fields.require("rope.scaling.yarn_ext_factor", 1.0)
     factor = _positive(fields.read(float, "rope.scaling.factor"), "factor")
     original = fields.optional(int, "rope.scaling.original_context_length")
@@ -352,6 +358,7 @@ def _yarn_of_gguf(inv_freq: Frequencies, fields: Fields, theta: float) -> tuple[
         original=fields.read(int, "context_length") if original is None else original,
         beta_fast=fields.optional(float, "rope.scaling.yarn_beta_fast") or 32.0,
         beta_slow=fields.optional(float, "rope.scaling.yarn_beta_slow") or 1.0,
+        truncate=truncate,
     )
     return scaled, magnitude
 

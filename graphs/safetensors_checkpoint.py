@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.architecture import Architecture, architecture, model_type_of
+from edgellm.graphs.architecture import (
+    Architecture,
+    Names,
+    architecture,
+    mlx_experts,
+    model_type_of,
+)
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.layer_kinds import FULL
-from edgellm.graphs.safetensors_folder import DTYPES, FLOATS, SafetensorsFolder, read_json
+from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
 
@@ -97,7 +101,7 @@ class SafetensorsCheckpoint:
         self.config = replace(read.config, tied_embedding=tied)
         self._translation = Translation(
             config=self.config,
-            names=family.hf_names,
+            names={**family.hf_names, **self._stacked_experts()},
             interleaved=family.hf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (
@@ -111,18 +115,16 @@ class SafetensorsCheckpoint:
     def _stored(self, name: str) -> Tensor:
         key = self._file_name(name)
         module = key.removesuffix(".weight")
-        if module != key:
+        if module != key or key.endswith("_proj"):  # stacks of experts have no suffix
             weight = self._quantized(module)
             if weight is not None:
                 return checked(weight, f"{self.path}: tensor {key}")
-        entry = self._folder.expect(key, FLOATS)
+        return self._folder.tensor(key)
 
-        def float32() -> NDArray[np.float32]:
-            return self._folder.read(key).astype(np.float32)
-
-        nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
-        tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
-        return checked(tensor, f"{entry.file}: tensor {key}")
+    def _stacked_experts(self) -> Names:
+        return mlx_experts(
+            self.config.layer_count, lambda name: self._file_name(name) in self._folder
+        )
 
     def _has_own_head(self) -> bool:
         """Whether the folder has an LM head whose values differ from the embedding.

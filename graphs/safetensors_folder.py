@@ -6,6 +6,7 @@ Dtypes that numpy lacks (bfloat16, 8-bit floats) are those of ml_dtypes.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
+from edgellm.graphs.tensor import Tensor, checked
 
 DTYPES: Mapping[str, Any] = {
     "F32": np.float32,
@@ -53,15 +55,27 @@ class Entry:
 
 
 class SafetensorsFolder:
-    """Folder of safetensors files; headers are read once, and data on demand."""
+    """Folder of safetensors files; headers are read once, and data on demand.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        file: name of the one file to read; None: those of a model.
+    """
+
+    def __init__(self, path: Path, *, file: str | None = None) -> None:
         self.path = path
-        self._shards = _find_shards(path)
+        if file is None:
+            self._shards = _find_shards(path)
+        else:
+            self._shards = dict.fromkeys(_read_header(path / file), path / file)
         self._headers: dict[Path, dict[str, Entry]] = {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._shards
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._shards)
 
     @property
     def files(self) -> list[Path]:
@@ -129,6 +143,22 @@ class SafetensorsFolder:
         if values.size != count:
             raise ModelFormatError(f"{entry.file}: tensor {key} is cut off; download it again")
         return values.reshape(entry.shape)
+
+    def tensor(self, key: str) -> Tensor:
+        """Return a tensor of floats, whose values are read when they are asked for.
+
+        Raises:
+            ModelFormatError: the tensor is missing.
+            UnsupportedModelError: it is not stored as floats.
+        """
+        entry = self.expect(key, FLOATS)
+
+        def float32() -> NDArray[np.float32]:
+            return self.read(key).astype(np.float32)
+
+        nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
+        tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
+        return checked(tensor, f"{entry.file}: tensor {key}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def stacked(tensors: Sequence[Tensor], *, name: str) -> Tensor:
     )
 
 
-def flattened(tensor: Tensor, experts: int, *, name: str) -> Tensor:
-    """Return the stack of a tensor `[X, N, K]`.
+def flattened(tensor: Tensor, experts: int, *, name: str, matrices: bool = True) -> Tensor:
+    """Return the stack of a tensor `[X, N, K]`, or of a tensor of vectors `[X, N]`.
 
     Args:
         experts: number of experts in the config.
@@ -57,14 +57,32 @@ def flattened(tensor: Tensor, experts: int, *, name: str) -> Tensor:
     Raises:
         ModelFormatError: the tensor has other dimensions.
     """
-    if len(tensor.shape) != 3 or tensor.shape[0] != experts:
+    if len(tensor.shape) != 2 + matrices or tensor.shape[0] != experts:
+        kind = "matrix" if matrices else "vector"
         raise ModelFormatError(
-            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a matrix for "
+            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a {kind} for "
             f"each of {experts} experts"
         )
-    _, rows, columns = tensor.shape
-    shape = experts * rows, columns
+    _, rows, *columns = tensor.shape
+    shape = experts * rows, *columns
     return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def rows_first(tensor: Tensor) -> Tensor:
+    """Return a stack of float matrices `[X, K, N]` as `[X, N, K]`."""
+    stack, columns, rows = tensor.shape
+    return replace(
+        tensor,
+        shape=(stack, rows, columns),
+        float32=lambda: np.ascontiguousarray(tensor.float32().swapaxes(1, 2)),
+    )
+
+
+def as_vector(tensor: Tensor) -> Tensor:
+    """Return a matrix of one row `[1, K]` as a vector; one of another shape as it is."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != 1:
+        return tensor
+    return replace(tensor, shape=tensor.shape[1:], float32=lambda: tensor.float32().reshape(-1))
 
 
 def _concatenated(read: Sequence[Callable[[], QuantizedWeight]]) -> QuantizedWeight:

@@ -60,8 +60,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     net with N key heads and M value heads has delta_qkv [2N*K+M*V, E], delta_z [M*V, E], delta_a
     and delta_b [M, E], conv [2N*K+M*V, taps], decay and dt_bias [M], delta_norm [V]. The outputs
     of attention may have a gate, q_gate [H*D, E].
-    A layer with X experts has a router [X, E] before the gate, and its MLPs one behind the other:
-    gate and up [X*F, E], down [X*E, F].
+    A layer with X experts has a router [X, E], router_bias and selection_bias [X] before the gate,
+    and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
+    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
+    Attention sinks [H] come before the output projection.
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
@@ -100,6 +102,8 @@ def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
         for name in ("q", "k"):
             width = widths[name] if whole else attention.head_dim
             yield TensorSpec(f"{name}_norm", (width,), "vector")
+    if attention.sinks:
+        yield TensorSpec("sinks", (attention.heads,), "vector")
     if attention.output_gate:
         yield TensorSpec("q_gate", (attention.size, e), "linear")
     yield from _linear("o", e, attention.size, bias=attention.output_bias)
@@ -141,6 +145,12 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
     count = 1 if experts is None else experts.experts
     if experts is not None:
         yield TensorSpec("router", (count, e), "router")
+        for name, there in (
+            ("router_bias", experts.bias),
+            ("selection_bias", experts.selection_bias),
+        ):
+            if there:
+                yield TensorSpec(name, (count,), "vector")
     shapes = {"gate": (mlp.intermediate, e), "up": (mlp.intermediate, e)}
     shapes["down"] = (e, mlp.intermediate)
     for name, (outputs, inputs) in shapes.items():
@@ -148,7 +158,13 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
             continue
         yield TensorSpec(name, (count * outputs, inputs), "linear", experts)
         if mlp.bias:
-            yield TensorSpec(f"{name}_bias", (outputs,), "vector")
+            yield TensorSpec(f"{name}_bias", (count * outputs,), "vector", experts)
+    if layer.shared is not None:
+        size = layer.shared.intermediate
+        if layer.shared.routed:
+            yield TensorSpec("shared_router", (e,), "vector")
+        for name, shape in (("gate", (size, e)), ("up", (size, e)), ("down", (e, size))):
+            yield TensorSpec(f"shared_{name}", shape, "linear")
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.stack import flattened, stacked
+from edgellm.graphs.safetensors_folder import FLOATS
+from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import layer_tensors, model_tensors
 from edgellm.graphs.typed_json import key_of
@@ -54,9 +55,10 @@ class Translation:
 
     def file_names(self) -> set[str]:
         """Return the names of the file's tensors that the model is made of."""
-        return {name for each in model_tensors(self.config) for name in self._names_of(each)}
+        return {name for each in model_tensors(self.config) for name in self.names_of(each)}
 
-    def _names_of(self, canonical: str) -> Iterator[str]:
+    def names_of(self, canonical: str) -> Iterator[str]:
+        """Yield the names of the file's tensors that a tensor is made of."""
         name, experts = self._file_name(canonical)
         if isinstance(name, PerExpert):
             yield from (name.name.format(expert) for expert in range(experts))
@@ -67,12 +69,15 @@ class Translation:
         """Return a tensor of the config, with rows of Q and K in the file's order."""
         name, experts = self._file_name(canonical)
         if isinstance(name, PerExpert):
-            each = [self.stored(of_expert) for of_expert in self._names_of(canonical)]
+            each = [self.stored(of_expert) for of_expert in self.names_of(canonical)]
             return stacked(each, name=name.name.format("*"))
         whole = name.name if isinstance(name, Fused) else name
         tensor = self.stored(whole)
+        if isinstance(name, Fused) and name.transposed and tensor.storage in FLOATS:
+            tensor = rows_first(tensor)
         if experts:
-            tensor = flattened(tensor, experts, name=whole)
+            bias = canonical.endswith("_bias")
+            tensor = flattened(tensor, experts, name=whole, matrices=not bias)
         if isinstance(name, Fused):
             layer = self.config.layers[int(canonical.split(".")[1])]
             stacks = layer.attention.heads if name.by_heads else max(experts, 1)
@@ -91,6 +96,8 @@ class Translation:
             )
         index = fused.parts.index(part.removesuffix("_bias"))
         first = sum(counts[:index])
+        if fused.interleaved:
+            return rows_of_tensor(tensor, np.arange(index, tensor.shape[0], len(counts)))
         if stacks == 1:
             return rows_of_tensor(tensor, slice(first, first + counts[index]))
         order = np.arange(tensor.shape[0]).reshape(stacks, -1)

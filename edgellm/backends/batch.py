@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.sampling import Logits, rows_of_logits
 from edgellm.kernels.step import LayerGroup, StepSpan
 
@@ -30,6 +31,8 @@ class Span:
         group: layers that the rows go through, where others come before or after; None: all layers.
             With a group, tokens are counted into the sequence only after the last layer, and the
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
+        adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
+            kernels take an adapter.
     """
 
     sequence: Sequence
@@ -37,6 +40,7 @@ class Span:
     logit_rows: int = 0
     candidates: int = 0
     group: LayerGroup | None = None
+    adapter: AdapterWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ def step_span(span: Span) -> StepSpan:
         tokens=span.tokens,
         start=start,
         logit_rows=span.logit_rows,
+        adapter=span.adapter,
         states=span.sequence.states(start, start + len(span.tokens)),
     )
 

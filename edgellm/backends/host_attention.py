@@ -6,8 +6,8 @@ RoPE, the append to the cache, and attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,13 @@ class HostAttention:
     Attributes:
         ropes: one RoPE table for each of `config.ropes`.
         norms: norms of Q and K for each layer; None for a layer without them.
+        sinks: attention sinks of each layer that has some.
     """
 
     config: ModelConfig
     ropes: Sequence[RopeTable]
     norms: Sequence[HeadNorms | None]
+    sinks: Mapping[int, Floats] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -77,6 +79,7 @@ class HostAttention:
             window=attention.window,
             scale=attention.scale,
             softcap=attention.softcap,
+            sinks=self.sinks.get(layer),
             threads=threads,
         )
         return attended.reshape(len(qkv), -1)

@@ -50,7 +50,14 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     # with two devices, where the CPU plays the accelerator, the host has one core
     two = selection.scheduling(parts.options.scheduling) == "two_devices"
     threads = 1 if two and selection.shares_cpu else parts.threads
-    model = NativeModel(compiled, weights, parts.ropes, pools, threads=threads)
+    model = NativeModel(
+        compiled,
+        weights,
+        parts.ropes,
+        pools,
+        threads=threads,
+        expert_memory=parts.options.expert_memory,
+    )
     return model, model.head
 
 
@@ -100,6 +107,7 @@ class NativeModel:
         pools: SequenceOf[Blocks],
         *,
         threads: int,
+        expert_memory: int | None = None,
     ) -> None:
         """Take over the weights.
 
@@ -109,7 +117,8 @@ class NativeModel:
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
-        self._step = FusedStep(library, weights, ropes, pools)
+        self._step = FusedStep(library, weights, ropes, pools, expert_memory=expert_memory)
+        self.expert_memory = self._step.expert_memory
         self._layers = len(weights.layers)
         self._threads = threads
 

@@ -16,6 +16,7 @@ from edgellm.backends.placement import Placement
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.linear import PackedWeights
 from edgellm.store.manifest import PACKED
 
@@ -27,9 +28,11 @@ class StepModel(Protocol):
 
     Attributes:
         best_rows: number of tokens that one call computes best; None: as many as suit the cache.
+        expert_memory: experts in memory, where there is a limit for them; else None.
     """
 
     best_rows: int | None
+    expert_memory: ExpertMemory | None
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None

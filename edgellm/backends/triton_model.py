@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import CancelledError, MemoryEstimateError
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.gpu.device import too_large
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.linear import PackedWeights, rows_of
@@ -26,6 +27,7 @@ class TritonModel:
     """A model whose tokens go through the fused step on the device's side of the KV cache."""
 
     best_rows: int | None = MAX_ROWS  # launches of so many rows are captured
+    expert_memory: ExpertMemory | None = None
 
     def __init__(
         self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str

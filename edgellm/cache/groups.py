@@ -24,6 +24,8 @@ STEP_ROWS = 512
 # Gemma-3-270m takes a quarter of the memory without windows at a context of 8,192, and did 1,544
 # tokens/s of a prompt; with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
+# What K and V take, over what snapshots of states may take beside those that sequences need.
+_STATE_SHARE = 4
 # The memory, of host or device, that a block is written in.
 Side = Literal["host", "device"]
 
@@ -120,25 +122,36 @@ def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:
     return WINDOWED_ROWS if narrow else STEP_ROWS
 
 
-def resident_blocks(groups: Sequence[Group], *, ctx_size: int, blocks: int) -> list[int]:
+def resident_blocks(
+    groups: Sequence[Group], *, format: KVFormat, ctx_size: int, blocks: int
+) -> list[int]:
     """Return, for each group, the number of blocks that full sequences of `ctx_size` tokens need.
 
     As many sequences are counted as a pool of `blocks` blocks holds without windows. One sequence
-    at a time grows by many rows, and one copies its last block.
+    at a time grows by many rows, and one copies its last block. States have more blocks, for short
+    sequences that are found again, as far as these take a small part of what K and V take.
     """
-    resident = []
+    needed = []
     for group in groups:
         each = group.blocks_for(ctx_size, rows=1)
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
         growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
-        resident.append(blocks if group.keeps_all else min(blocks, sequences * each + growing + 1))
-    return resident
+        needed.append(blocks if group.keeps_all else min(blocks, sequences * each + growing + 1))
+    sizes = [_block_bytes(group, format) for group in groups]
+    states = [isinstance(group, StateGroup) for group in groups]
+    kv = sum(n * s for n, s, state in zip(needed, sizes, states, strict=True) if not state)
+    all_states = sum(size for size, state in zip(sizes, states, strict=True) if state)
+    most = kv // _STATE_SHARE // max(all_states, 1)
+    return [
+        max(count, min(blocks, most)) if state else count
+        for count, state in zip(needed, states, strict=True)
+    ]
 
 
 def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks: int) -> int:
     """Return the bytes of the pools when sequences of `ctx_size` tokens fill them."""
     groups = cache_groups(config)
-    resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
+    resident = resident_blocks(groups, format=format, ctx_size=ctx_size, blocks=blocks)
     return sum(
         count * _block_bytes(group, format) for group, count in zip(groups, resident, strict=True)
     )

@@ -89,7 +89,7 @@ class KVCache:
         self.places = places(groups)
         self.index = PrefixIndex(fingerprint, groups)
         self.rows_at_once = rows_at_once(groups, ctx_size)
-        resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks)
+        resident = resident_blocks(groups, format=format, ctx_size=ctx_size, blocks=blocks)
         self.groups = [
             GroupBlocks(
                 number=number,

@@ -32,6 +32,8 @@ class SavedSession:
         computed: number of leading tokens whose K and V are in the blocks.
         shareable: see `Sequence`.
         firsts: number of the first saved block of each cache group.
+        adapter: digest of the adapter that K and V depend on; "": none.
+        adapter_name: name that it had, for people.
         arithmetic: arithmetic of the back end that computed the blocks (`Engine.arithmetic`).
     """
 
@@ -43,6 +45,8 @@ class SavedSession:
     shareable: int | None = None
     arithmetic: str = ""
     firsts: list[int] = field(default_factory=list)
+    adapter: str = ""
+    adapter_name: str = ""
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
@@ -62,12 +66,13 @@ def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
 
 
 def read_session(
-    path: Path, *, fingerprint: str, kv_format: str
+    path: Path, *, fingerprint: str, kv_format: str, adapter: str = ""
 ) -> tuple[SavedSession, memoryview]:
-    """Read a saved session that fits a model, and its packed blocks.
+    """Read a saved session that fits a model and an adapter, and its packed blocks.
 
     Raises:
-        SessionFileError: the file is no session, is damaged, or is of another model or KV format.
+        SessionFileError: the file is no session, is damaged, or is of another model, KV format or
+            adapter.
     """
     try:
         data = path.read_bytes()
@@ -87,6 +92,12 @@ def read_session(
         )
     if saved.fingerprint != fingerprint:
         raise SessionFileError(f"{path}: saved with {saved.model}, which is not this model")
+    if saved.adapter != adapter:
+        name = f"the adapter {saved.adapter_name!r}" if saved.adapter else "no adapter"
+        raise SessionFileError(
+            f"{path}: saved with {name}, and opened with {'another' if adapter else 'none'}; name "
+            "the same one as `adapter`"
+        )
     return saved, body[end:]
 
 
@@ -100,7 +111,8 @@ def _header(path: Path, text: bytes) -> SavedSession:
         saved = SavedSession(**json.loads(text))
     except (ValueError, TypeError, RecursionError):
         raise SessionFileError(f"{path}: its header is damaged; save the session again") from None
-    words = (saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic)
+    words = [saved.model, saved.fingerprint, saved.kv_format, saved.arithmetic]
+    words += [saved.adapter, saved.adapter_name]
     right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
     right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
     right = right and isinstance(saved.firsts, list)

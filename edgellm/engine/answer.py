@@ -19,6 +19,7 @@ from edgellm.engine.sampling import Sampler, best_needed
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationOptions
+from edgellm.kernels.experts import ExpertMemory, ExpertUse
 from edgellm.kernels.sampling import Logits
 from edgellm.machine import peak_memory_bytes
 from edgellm.results import FinishReason, Piece, Stats
@@ -196,7 +197,11 @@ class AnswerStats:
         preempted: number of times that the answer gave its place to others.
     """
 
-    def __init__(self, prompt_tokens: int, *, dropped: int = 0) -> None:
+    def __init__(
+        self, prompt_tokens: int, *, dropped: int = 0, experts: ExpertMemory | None = None
+    ) -> None:
+        self._experts = experts
+        self._used_before = ExpertUse() if experts is None else experts.use
         self.start = time.perf_counter()
         self.cached: int | None = None
         self.computed = self.steps = self.preempted = 0
@@ -212,6 +217,8 @@ class AnswerStats:
         if self.cached is None:
             self.cached, self._cache_end = cached, end
             self._queued_s = time.perf_counter() - self.start
+            if self._experts is not None:
+                self._used_before = self._experts.use
 
     def first_token(self) -> None:
         self._ttft_s = time.perf_counter() - self.start
@@ -260,6 +267,7 @@ class AnswerStats:
             draft_failure=speculation.failure,
             dropped_tokens=self.dropped,
             preempted=self.preempted,
+            experts=None if self._experts is None else self._experts.use.since(self._used_before),
             tasks=tuple(self._tasks),
         )
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from edgellm.backends.registry import AUTO, TRITON
 from edgellm.backends.selection import precisions_of, select, usual_host
 from edgellm.engine.memory import estimate
-from edgellm.errors import ProviderError
+from edgellm.errors import EdgeLLMError, ProviderError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.gpu import device
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
-from edgellm.store.prepare import prepare
+from edgellm.store.precision_support import Precisions
+from edgellm.store.prepare import config_here, prepare
 
 
 def prepare_for(
@@ -29,7 +30,7 @@ def prepare_for(
     Raises:
         EdgeLLMError: see `prepare`.
     """
-    bundle = prepare(name, precisions=precisions_of(options), progress=progress)
+    bundle = prepare(name, precisions=_precisions(name, options), progress=progress)
     reason = _why_not_on_gpu(bundle, options)
     if reason is None:
         return bundle, options, None
@@ -37,6 +38,23 @@ def prepare_for(
     options = replace(options, decode=host)
     bundle = prepare(name, precisions=precisions_of(options), progress=progress)
     return bundle, options, f"decode {host}, not {TRITON}: {reason}"
+
+
+def _precisions(name: str, options: EngineOptions) -> Precisions:
+    """Return the precisions that the options ask for.
+
+    Raises:
+        UnsupportedModelError: a model on this machine has parts that the back end does not compute.
+            That comes before advice to install it.
+        OptionError, ProviderError: see `select`.
+    """
+    try:
+        return precisions_of(options)
+    except EdgeLLMError:
+        config = config_here(name)
+        if config is not None and config.native_parts:
+            select(options, config)
+        raise
 
 
 def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:

@@ -12,6 +12,7 @@ from edgellm.cache.prefix_index import CacheEnd, common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
+from edgellm.engine.adapters import LoadedAdapter
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
 
@@ -57,25 +58,61 @@ class Context:
         unsettled: token of the last command that is to change `tokens`, or the withdrawn answer
             that is to leave; None: no change is on its way.
         shifts: whether an answer may forget tokens where the context is full.
-        salt: only contexts with the same salt find each other's tokens in the KV cache.
+        adapter: adapter that K and V are computed with; None: none.
         sequence: tokens that are in the KV cache: the first ones of `tokens`, and behind them for a
             while those of a draft.
     """
 
     def __init__(
-        self, engine: LoadedModel, tokens: SequenceOf[int] = (), *, salt: str = ""
+        self,
+        engine: LoadedModel,
+        tokens: SequenceOf[int] = (),
+        *,
+        salt: str = "",
+        adapter: LoadedAdapter | None = None,
     ) -> None:
+        """Begin with no token in the KV cache.
+
+        Args:
+            salt: only contexts with the same salt find each other's tokens in the KV cache.
+        """
         self.engine = engine
         self.tokens = list(tokens)
         self.changes = 0
         self.answering: Answering | None = None
         self.unsettled: object | None = None
         self.shifts = False
-        self.salt = salt
-        self._root = engine.cache.index.salted_root(salt)
+        self.adapter = adapter
+        self._salt = salt
         self.sequence = engine.cache.sequence(root=self._root)
         self._swapped: _Swapped | None = None
         self._busy: object | None = None  # the answer that needs the blocks
+
+    @property
+    def salt(self) -> str:
+        """Salt of the names of blocks; K and V of an adapter are for no other one to find."""
+        return self._salt if self.adapter is None else f"{self._salt} {self.adapter.digest}"
+
+    @property
+    def _root(self) -> bytes:
+        return self.engine.cache.index.salted_root(self.salt)
+
+    def adapt(self, adapter: LoadedAdapter | None) -> None:
+        """Change the adapter; tokens whose K and V were computed with another one leave the cache.
+
+        No answer may be on its way.
+        """
+        if digest_of(adapter) == digest_of(self.adapter):
+            self.adapter = adapter  # perhaps under another name
+        elif len(self.sequence) or self._swapped is not None:
+            self.engine.thread.call(partial(self._adapt, adapter))
+        else:
+            self._adapt(adapter)
+
+    def _adapt(self, adapter: LoadedAdapter | None) -> None:
+        self.sequence.close()
+        self._swapped, self.adapter = None, adapter
+        self.sequence = self.engine.cache.sequence(root=self._root)
 
     @property
     def cached(self) -> int:
@@ -156,7 +193,7 @@ class Context:
 
     def fork(self) -> Context:
         """Return a context with the tokens that a reader has; no block is copied yet."""
-        other = Context(self.engine, salt=self.salt)
+        other = Context(self.engine, salt=self._salt, adapter=self.adapter)
 
         def share() -> None:
             other.tokens = self._read_tokens()
@@ -181,6 +218,8 @@ class Context:
             shareable=packed.shareable,
             arithmetic=engine.arithmetic,
             firsts=packed.firsts,
+            adapter=digest_of(self.adapter),
+            adapter_name="" if self.adapter is None else self.adapter.name,
         )
         write_session(path, saved, packed.blocks)
 
@@ -202,7 +241,10 @@ class Context:
         """Read tokens and KV cache of a saved session; see `LLM.load_session`."""
         engine = self.engine
         saved, data = read_session(
-            path, fingerprint=engine.fingerprint, kv_format=engine.options.kv_format
+            path,
+            fingerprint=engine.fingerprint,
+            kv_format=engine.options.kv_format,
+            adapter=digest_of(self.adapter),
         )
         try:
             tokens = self.checked("tokens", saved.tokens)
@@ -407,3 +449,8 @@ def forgotten(length: int, *, ctx_size: int, keep: int) -> int:
             f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is allowed"
         )
     return max(0, length - window - keep)
+
+
+def digest_of(adapter: LoadedAdapter | None) -> str:
+    """Return the digest of an adapter; "" for none."""
+    return "" if adapter is None else adapter.digest

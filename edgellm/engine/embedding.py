@@ -32,9 +32,12 @@ class EmbeddingRequest(Request):
         *,
         pooling: Pooling,
         owner: str = "",
+        adapter: str | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        options = GenerationOptions(max_tokens=0, owner=owner, speculate=False, seed=0)
+        options = GenerationOptions(
+            max_tokens=0, owner=owner, adapter=adapter, speculate=False, seed=0
+        )
         super().__init__(context, Call(options=options, cancel=cancel), closes=True)
         self.embedding: NDArray[np.float32] | None = None
         self._pooling = pooling
@@ -75,13 +78,14 @@ def embeddings(
     pooling: Pooling,
     salt: str = "",
     owner: str = "",
+    adapter: str | None = None,
     cancel: threading.Event | None = None,
 ) -> Pending[NDArray[np.float32]]:
     """Embed prompts of token ids; yields an embedding `[E]` float32 for each, in their order.
 
     Args:
         salt: see `Context`.
-        owner: see `GenerationOptions`.
+        owner, adapter: see `GenerationOptions`.
         cancel: event after which no more embeddings come.
 
     Raises:
@@ -91,7 +95,9 @@ def embeddings(
     requests: list[EmbeddingRequest] = []
     for prompt in prompts:
         context = Context(engine, prompt, salt=salt)
-        request = EmbeddingRequest(context, pooling=pooling, owner=owner, cancel=cancel)
+        request = EmbeddingRequest(
+            context, pooling=pooling, owner=owner, adapter=adapter, cancel=cancel
+        )
         request.check()
         requests.append(request)
     with closing(finished(engine.loop, requests)) as pending:

@@ -24,12 +24,14 @@ from edgellm.cache.groups import cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
+from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.thread import EngineThread
 from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
 from edgellm.options import EngineOptions
@@ -50,8 +52,9 @@ class LoadedModel:
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache. `draft_model` drafts for its answers, if one was asked for;
-    `token_table` drafts what answers had before (None: it does not).
+    steps and changes the cache. `adapters` are those that its answers may name. `draft_model`
+    drafts for its answers, if one was asked for; `token_table` drafts what answers had before
+    (None: it does not).
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class LoadedModel:
         self.decoder = host if host is not None and not chunked else self.prefill
         native = None if chunked else models.steps.get(NATIVE)
         self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
+        self.adapters = Adapters(bundle, prefill=self.prefill, decoder=self.decoder)
 
     @cached_property
     def template(self) -> ChatTemplate | None:
@@ -110,12 +114,20 @@ class LoadedModel:
         return open_template(self.bundle, self.tokenizer)
 
     @property
+    def expert_memory(self) -> ExpertMemory | None:
+        """Experts in memory, where there is a limit for them; else None."""
+        decoder = self.decoder
+        return decoder.model.expert_memory if isinstance(decoder, StepBackend) else None
+
+    @property
     def fallbacks(self) -> list[str]:
-        """Notes on a back end and a scheduling that took the place of others, and why."""
+        """Notes on a back end and a scheduling in the place of others, and on vain options."""
         notes = [] if self._why_cpu is None else [self._why_cpu]
         used, asked = self.scheduling, self.options.scheduling
         if used != asked:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
+        if self.options.expert_memory is not None and not self.config.has_experts:
+            notes.append("`expert_memory` has no effect: the model has no experts")
         return notes
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from dataclasses import dataclass
 
 import psutil
@@ -12,6 +14,7 @@ from edgellm.cache.groups import STEP_ROWS, cache_bytes, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.graphs.tensors import model_tensors
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
@@ -62,11 +65,13 @@ def estimate(
         draft: bundle of its draft model; None: it has none.
 
     Raises:
-        OptionError: the options ask for more tokens than the model was trained for, or for a cache
-            that does not hold one context.
+        OptionError: the options ask for more tokens than the model was trained for, for a cache
+            that does not hold one context, or for less memory than the experts of one token need.
     """
     config = bundle.config
     weights = _weight_bytes(bundle, selection.precisions(config))
+    if options.expert_memory is not None and config.has_experts:
+        weights -= _experts_left_out(bundle, options.expert_memory)
     drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
     ctx_size = _context_size(config, options, selection, weights=weights + drafts)
     blocks = _blocks(options, ctx_size)
@@ -122,13 +127,41 @@ def context_note(config: ModelConfig, options: EngineOptions, ctx_size: int) -> 
     )
 
 
+def _experts_left_out(bundle: Bundle, limit: int) -> int:
+    """Return the bytes of experts beyond a limit.
+
+    Raises:
+        OptionError: the limit does not hold the experts of one token, so that none would be there
+            when it is used again; or the system does not take memory back.
+    """
+    if sys.platform == "win32":
+        raise OptionError(
+            "`expert_memory` is given, and Windows does not take back memory of mapped files; "
+            "leave it out"
+        )
+    arrays = bundle.precision(PACKED).arrays
+    sizes = {
+        name: (spec, math.prod(arrays[name].shape))
+        for name, spec in model_tensors(bundle.config).items()
+        if spec.experts is not None and spec.quantized
+    }
+    needed = sum(spec.used(size) for spec, size in sizes.values())
+    if limit < needed:
+        raise OptionError(
+            f"`expert_memory` is {limit} bytes; the experts of one token are {needed} bytes in all "
+            f"layers, so take at least {needed} ({_mib(needed) + 1} MiB)"
+        )
+    return max(0, sum(size for _, size in sizes.values()) - limit)
+
+
 def _expert_bytes(config: ModelConfig) -> int:
     """Return the bytes of a step's rows in experts: a byte a code and 2.6 of scales and sums."""
     hidden, most = config.hidden_size, 0.0
     for layer in config.layers:
         if layer.experts is not None:
             width = 4 * hidden + 3.6 * (hidden + layer.mlp.intermediate)
-            most = max(most, STEP_ROWS * layer.experts.used * width)
+            shared = 0 if layer.shared is None else 4 * hidden + 3.6 * layer.shared.intermediate
+            most = max(most, STEP_ROWS * (layer.experts.used * width + shared))
     return int(most)
 
 

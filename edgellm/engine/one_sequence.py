@@ -15,6 +15,7 @@ from edgellm.backends.batch import Span
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, OptionError
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.sampling import Logits
 
 Floats = NDArray[np.float32]
@@ -29,12 +30,14 @@ class Hooks:
         on_hidden: called with each step's hidden states `[n, E]`, padding left out.
         on_place: called with a place, named as in `prefill` and `decode`, and its number of tokens.
         on_tasks: called with records of the tasks that ran, some at a time.
+        adapter: adapter of the tokens; None: none.
     """
 
     cancel: threading.Event | None = None
     on_hidden: Callable[[Floats], None] | None = None
     on_place: Callable[[str, int], None] | None = None
     on_tasks: Callable[[SequenceOf[TaskRecord]], None] | None = None
+    adapter: AdapterWeights | None = None
 
 
 NO_HOOKS = Hooks()
@@ -60,7 +63,8 @@ def compute_prompt(
     rows, chunks = backend.rows_at_once(sequence), 0
     for start in range(0, len(tokens), rows):
         part = tokens[start : start + rows]
-        span = Span(sequence, part, logit_rows=int(start + len(part) == len(tokens)))
+        last = int(start + len(part) == len(tokens))
+        span = Span(sequence, part, logit_rows=last, adapter=hooks.adapter)
         (computed,) = backend.run([span], should_stop=should_stop)
         logits = computed.logits
         if hooks.on_place is not None:
@@ -88,5 +92,6 @@ def best_next(backend: Backend, token: int, sequence: Sequence, hooks: Hooks = N
     """
     if hooks.cancel is not None and hooks.cancel.is_set():
         raise CancelledError("stopped")
-    (computed,) = backend.run([Span(sequence, [token], logit_rows=1, candidates=1)])
+    span = Span(sequence, [token], logit_rows=1, candidates=1, adapter=hooks.adapter)
+    (computed,) = backend.run([span])
     return next(iter(computed.logits[0].best(1)))

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Span
 from edgellm.cache.sequence import Growth, Sequence
 from edgellm.engine.plan import Layers, Underway
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.step import LayerGroup
 
 Floats = NDArray[np.float32]
@@ -26,8 +27,13 @@ class PrefillJob:
         dropped: whether the rows are not wanted.
     """
 
-    def __init__(self, base: Sequence, tokens: SequenceOf[int]) -> None:
+    def __init__(
+        self, base: Sequence, tokens: SequenceOf[int], *, adapter: AdapterWeights | None = None
+    ) -> None:
         """Reserve room for `tokens` behind a sequence.
+
+        Args:
+            adapter: see `Span`.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -36,6 +42,7 @@ class PrefillJob:
         self.away = self.dropped = False
         self._base = base
         self._tokens = tokens
+        self._adapter = adapter
         self._hidden: Floats | None = None  # states that enter the next layer
         self._passed = 0
         self._layers: Layers | None = None  # layers of the last span; None: all
@@ -60,7 +67,7 @@ class PrefillJob:
         if layers is not None:
             group = LayerGroup(layers=range(layers.first, layers.end), entering=self._hidden)
             logit_rows = logit_rows if layers.end == layers.all else 0
-        return Span(self.growth, self._tokens, logit_rows, candidates, group)
+        return Span(self.growth, self._tokens, logit_rows, candidates, group, self._adapter)
 
     def take(self, hidden: Floats) -> bool:
         """Park the rows after the layers of the last span; returns whether no layers are left."""

@@ -89,13 +89,14 @@ def yes_no(
     *,
     salt: str = "",
     owner: str = "",
+    adapter: str | None = None,
     cancel: threading.Event | None = None,
 ) -> Pending[float]:
     """Yield the relevance of each prompt's document, from 0 to 1, in order.
 
     Args:
         salt: see `Context`.
-        owner: see `GenerationOptions`.
+        owner, adapter: see `GenerationOptions`.
         cancel: event after which no more come.
 
     Raises:
@@ -104,7 +105,9 @@ def yes_no(
     """
     yield WORKING
     yes, no = _answers(engine)
-    options = GenerationOptions(max_tokens=1, temperature=0, owner=owner, speculate=False, seed=0)
+    options = GenerationOptions(
+        max_tokens=1, temperature=0, owner=owner, adapter=adapter, speculate=False, seed=0
+    )
     judges = [_YesNo(yes, no) for _ in prompts]
     requests = []
     for prompt, judge in zip(prompts, judges, strict=True):
@@ -131,15 +134,18 @@ def similarities(
     pooling: Pooling,
     salt: str = "",
     owner: str = "",
+    adapter: str | None = None,
     cancel: threading.Event | None = None,
 ) -> Pending[float]:
     """Yield the cosine similarity of the first prompt with each other one, in order.
 
     Args:
-        salt, owner, cancel: see `yes_no`.
+        salt, owner, adapter, cancel: see `yes_no`.
     """
     query: NDArray[np.float32] | None = None
-    vectors = embeddings(engine, prompts, pooling=pooling, salt=salt, owner=owner, cancel=cancel)
+    vectors = embeddings(
+        engine, prompts, pooling=pooling, salt=salt, owner=owner, adapter=adapter, cancel=cancel
+    )
     with closing(vectors) as pending:
         for item in pending:
             if not isinstance(item, np.ndarray):

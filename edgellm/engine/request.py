@@ -51,9 +51,15 @@ class Request(Stream):
             closes: whether the context is closed with the end of the answer.
             wants_reports: whether `report` is news for the reader, as pieces are.
             shown_special: see `TextStream`.
+
+        Raises:
+            OptionError: `options` names an adapter that is not loaded.
         """
         super().__init__(context)
         engine, options = context.engine, call.options
+        adapter = engine.adapters.get(options.adapter)
+        if context.answering is None:  # else `check` refuses to answer
+            context.adapt(adapter)
         self.owner, self.priority = options.owner, options.priority
         self.forks: list[Request] = []
         self.asked: Arrival | None = None
@@ -76,7 +82,9 @@ class Request(Stream):
         self._scores: PromptScores | None = None
         if options.prompt_logprobs is not None:
             self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
-        self._stats = AnswerStats(len(context.tokens) + dropped, dropped=dropped)
+        self._stats = AnswerStats(
+            len(context.tokens) + dropped, dropped=dropped, experts=engine.expert_memory
+        )
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 
@@ -241,13 +249,20 @@ class Request(Stream):
         computed, end = self.computed, len(self.tokens)
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
+        adapter = None if self.context.adapter is None else self.context.adapter.weights
         if self.underway is None or layers is None:
             self._drop_job()
         if layers is not None or apart:
-            self.job = self.job or PrefillJob(self.context.sequence, tokens)
+            self.job = self.job or PrefillJob(self.context.sequence, tokens, adapter=adapter)
             return self.job.span(layers, logit_rows=int(last), candidates=candidates)
         guess = self._speculation.draft(draft, self.tokens)
-        return Span(self.context.sequence, [*tokens, *guess], int(last) + len(guess), candidates)
+        return Span(
+            self.context.sequence,
+            [*tokens, *guess],
+            int(last) + len(guess),
+            candidates,
+            adapter=adapter,
+        )
 
     def take(self, rows: Rows, *, decoded: bool, company: int, seconds: float) -> None:
         """Take the results of a step for the request's span, and sample from its logits.

@@ -14,20 +14,21 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
-from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.quantize.keys import common_part, pair_exponents
 from edgellm.store.key_basis import (
     FOLDER,
+    Exponents,
     KeyBasis,
     has_offset,
     is_head_norm,
+    of_channels,
+    of_rows,
     stored_arrays,
 )
 
-Exponents = NDArray[np.int8]
 # Tensors that take the powers of two: projections, or norms of Q and K where the model has some.
 _PROJECTIONS = ("q", "k", "q_bias", "k_bias")
 _NORMS = ("q_norm", "k_norm")
@@ -64,9 +65,9 @@ class EqualizedCheckpoint:
         if part.startswith("k"):
             exponents = -exponents
         if kind in _SHARED:
-            return scaled_rows(tensor, _of_channels(exponents, attention)[0])
+            return scaled_rows(tensor, of_channels(exponents, attention)[0])
         heads = attention.heads if part.startswith("q") else attention.kv_heads
-        return scaled_rows(tensor, _of_rows(exponents, attention, heads=heads))
+        return scaled_rows(tensor, of_rows(exponents, attention, heads=heads))
 
 
 def scaled_rows(tensor: Tensor, exponents: Exponents) -> Tensor:
@@ -169,7 +170,7 @@ def within_halves(exponents: Exponents, checkpoint: Checkpoint, layer: int) -> E
     while True:
         lost = np.zeros(exponents.shape, np.bool_)
         for part, sign in (("q", 1), ("k", -1)):
-            by_row = sign * _of_rows(exponents, attention, heads=heads[part]).astype(np.int32)
+            by_row = sign * of_rows(exponents, attention, heads=heads[part]).astype(np.int32)
             scaled = np.ldexp(halves[part], by_row[:, None])
             with np.errstate(over="ignore"):
                 wrong = (scaled.astype(np.float16) != scaled).any(axis=1)
@@ -226,29 +227,15 @@ def _constant(checkpoint: Checkpoint, layer: int, part: str) -> NDArray[np.float
 def _offset(checkpoint: Checkpoint, layer: int, *, magnitude: float = 1.0) -> NDArray[np.float64]:
     """Compute the common part `[Hkv, D]` of a layer's keys.
 
-    Zeros if scores are capped (softcap), because leaving it out would change them, and where a norm
-    comes behind the bias.
+    Zeros if scores are capped (softcap) or stand beside sinks, because leaving it out would change
+    them, and where a norm comes behind the bias.
     """
     constant = _constant(checkpoint, layer, "k")
     attention = checkpoint.config.layers[layer].attention
-    if attention.softcap is not None or attention.qk_norm != "none":
+    if attention.softcap is not None or attention.sinks or attention.qk_norm != "none":
         return np.zeros_like(constant)
     inv_freq = checkpoint.config.rope_of(layer).inv_freq
     return common_part(constant, inv_freq, magnitude=magnitude)
-
-
-def _of_channels(exponents: Exponents, attention: Attention) -> Exponents:
-    """Expand exponents of pairs `[Hkv, P]` to channels `[Hkv, D]`; 0 for channels without RoPE."""
-    channels = np.zeros((attention.kv_heads, attention.head_dim), np.int8)
-    half = exponents.shape[1]
-    channels[:, :half] = channels[:, half : 2 * half] = exponents
-    return channels
-
-
-def _of_rows(exponents: Exponents, attention: Attention, *, heads: int) -> Exponents:
-    """Expand exponents of pairs `[Hkv, P]` to the rows `[heads * D]` of a projection."""
-    channels = _of_channels(exponents, attention)
-    return np.repeat(channels, heads // attention.kv_heads, axis=0).reshape(-1)
 
 
 def _of_pairs(channels: NDArray[Any], half: int) -> NDArray[np.float64]:

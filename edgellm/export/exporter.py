@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
+from edgellm.export.merged import Merge, MergedCheckpoint
 from edgellm.export.packed_writer import store_packed_weights
 from edgellm.export.precision_writer import write_head, write_precision
 from edgellm.export.precisions import PRECISIONS
@@ -61,6 +63,7 @@ def export(
     chunk_sizes: Sequence[int] | None = None,
     calibration: CalibrationOptions | None = None,
     weights: str | None = None,
+    lora: Sequence[Merge] = (),
     force: bool = False,
     mend: bool = False,
     progress: ProgressCallback | None = None,
@@ -79,6 +82,7 @@ def export(
         calibration: options for the precisions with static scales.
         weights: rounding of float weights of linear layers, of `FLOAT_WEIGHTS`; None keeps that of
             the bundle at `out`, and is `auto` for a new one.
+        lora: adapters (LoRA) to merge into the weights before these are rounded.
         force: replace the bundle at `out`.
         mend: replace edgellm's own folder at `out` if it is damaged or of an earlier format.
         progress: see `Progress`.
@@ -96,30 +100,29 @@ def export(
     if not callable(wanted):
         wanted = tuple(wanted)
         check_request(wanted, chunk_sizes)
-    if weights is not None and weights not in FLOAT_WEIGHTS:
-        raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
+    _check_weights(weights)
     out = out.absolute()
+    source += "".join(f" + {path.absolute()}:{scale:g}" for path, scale in lora)
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with locked(out):
             delete_abandoned(out.parent, of=out.name, abandoned_s=0)
             present = present_at(out, source, force=force, mend=mend)
-            if present is not None and chunk_sizes is not None:
-                check_same_sizes(out, present, chunk_sizes)
-            if present is not None and weights is not None:
-                check_same_weights(out, present, weights)
+            if present is not None:
+                _check_same(out, present, chunk_sizes, weights)
             checkpoint: Checkpoint | None = None
             if present is None:
-                checkpoint = open_checkpoint(checkpoint_path)
+                checkpoint = _opened(checkpoint_path, lora)
                 missing = _missing(wanted, checkpoint.config, (), chunk_sizes)
             else:
                 missing = _missing(wanted, present.config, present.precisions, chunk_sizes)
-                checkpoint = open_checkpoint(checkpoint_path) if missing else None
+                checkpoint = _opened(checkpoint_path, lora) if missing else None
             if checkpoint is not None:
                 basis = _basis(out, present, checkpoint)
                 exporter = _Exporter(
                     EqualizedCheckpoint(checkpoint, basis),
                     basis,
+                    digest=_digest(checkpoint),
                     chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
                     weights=(present.weights if present else weights) or "auto",
@@ -130,6 +133,33 @@ def export(
                 else:
                     exporter.add(out, present, missing)
     return bundles.open_bundle(out)
+
+
+def _check_weights(weights: str | None) -> None:
+    if weights is not None and weights not in FLOAT_WEIGHTS:
+        raise OptionError(f"`weights` {weights}: allowed are {', '.join(FLOAT_WEIGHTS)}")
+
+
+def _check_same(
+    out: Path, present: Manifest, chunk_sizes: Sequence[int] | None, weights: str | None
+) -> None:
+    if chunk_sizes is not None:
+        check_same_sizes(out, present, chunk_sizes)
+    if weights is not None:
+        check_same_weights(out, present, weights)
+
+
+def _opened(path: Path, lora: Sequence[Merge]) -> Checkpoint:
+    checkpoint = open_checkpoint(path)
+    return MergedCheckpoint(checkpoint, lora) if lora else checkpoint
+
+
+def _digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of a checkpoint's files, and of the adapters that are merged into it."""
+    digest = digest_of(weight_files(checkpoint))
+    if not isinstance(checkpoint, MergedCheckpoint):
+        return digest
+    return hashlib.sha256((digest + checkpoint.digest).encode()).hexdigest()
 
 
 def default_precisions(config: ModelConfig) -> list[str]:
@@ -192,12 +222,14 @@ class _Exporter:
         checkpoint: Checkpoint,
         basis: KeyBasis,
         *,
+        digest: str,
         chunk_sizes: Sequence[int],
         calibration: CalibrationOptions,
         weights: str,
         steps: _Steps,
     ) -> None:
         self._checkpoint = checkpoint
+        self._digest = digest
         self._weights = weights
         self._basis = basis
         self._chunk_sizes = chunk_sizes
@@ -213,7 +245,7 @@ class _Exporter:
                 name=name,
                 source=source,
                 source_bytes=sum(file.stat().st_size for file in weight_files(self._checkpoint)),
-                source_sha256=digest_of(weight_files(self._checkpoint)),
+                source_sha256=self._digest,
                 file_type=file_type_of(self._checkpoint),
                 config=self._checkpoint.config,
                 tokenizer=imported.entry,

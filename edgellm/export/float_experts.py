@@ -11,7 +11,7 @@ from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.experts.reference import shares
-from edgellm.kernels.step.reference import activate, norm
+from edgellm.kernels.step.reference import activate, gated, norm
 
 Floats = NDArray[np.float32]
 
@@ -52,33 +52,48 @@ class ExpertSegment:
         return after
 
     def _mlps(self, name: str, x: Floats) -> Floats:
-        experts = self._config.layers[self._index - 1].experts
+        layer = self._config.layers[self._index - 1]
+        experts = layer.experts
         if experts is None:
-            return self._mlp(name, x)
-        weights = shares(self._product(f"{name}.router", x).astype(np.float64), experts)
+            return self._mlp(f"{name}.", x)
+        logits = self._product(f"{name}.router", x).astype(np.float64)
+        selection = self._tensor(f"{name}.selection_bias") if experts.selection_bias else None
+        weights = shares(logits, experts, selection)
         added = np.zeros_like(x)
         for expert in range(experts.experts):
             rows = np.flatnonzero(weights[:, expert])
             if len(rows):
                 share = weights[rows, expert, None].astype(np.float32)
-                added[rows] += share * self._mlp(name, x[rows], expert, experts.experts)
-        return added
+                added[rows] += share * self._mlp(f"{name}.", x[rows], expert, experts.experts)
+        return added if layer.shared is None else added + self._shared(name, x)
 
-    def _mlp(self, name: str, x: Floats, expert: int = 0, experts: int = 1) -> Floats:
-        """Compute one of the MLPs that are stacked in a layer."""
+    def _shared(self, name: str, x: Floats) -> Floats:
+        """Compute the expert that all rows go through, by its share."""
+        added = self._mlp(f"{name}.shared_", x)
+        router = f"{name}.shared_router"
+        if router not in self._specs:
+            return added
+        logits = x @ self._tensor(router)
+        return np.asarray(added / (1 + np.exp(-logits))[:, None])
+
+    def _mlp(self, prefix: str, x: Floats, expert: int = 0, experts: int = 1) -> Floats:
+        """Compute one of the MLPs that are stacked in a layer, by the prefix of their names."""
         mlp = self._config.layers[self._index - 1].mlp
-        first = self._product(f"{name}.{'gate' if mlp.gated else 'up'}", x, expert, experts)
-        inner = activate(first.astype(np.float64), mlp.activation).astype(np.float32)
+        up = self._product(f"{prefix}up", x, expert, experts).astype(np.float64)
         if mlp.gated:
-            inner *= self._product(f"{name}.up", x, expert, experts)
-        return self._product(f"{name}.down", inner, expert, experts)
+            gate = self._product(f"{prefix}gate", x, expert, experts)
+            inner = gated(gate.astype(np.float64), up, mlp.activation)
+        else:
+            inner = activate(up, mlp.activation)
+        return self._product(f"{prefix}down", inner.astype(np.float32), expert, experts)
 
     def _product(self, name: str, x: Floats, stacked: int = 0, stacks: int = 1) -> Floats:
         weight = self._tensor(name)
         rows = len(weight) // stacks
-        product: Floats = x @ weight[stacked * rows : (stacked + 1) * rows].T
+        part = slice(stacked * rows, (stacked + 1) * rows)
+        product: Floats = x @ weight[part].T
         bias = f"{name}_bias"
-        return product + self._tensor(bias) if bias in self._specs else product
+        return product + self._tensor(bias)[part] if bias in self._specs else product
 
     def _normed(self, name: str, x: Floats) -> Floats:
         """Return normalized rows, or the rows where the model has no such norm."""

@@ -80,7 +80,13 @@ class WindowAttention:
             for index, layer in enumerate(config.layers)
             if not layer.attends
         }
-        return cls(HostAttention(config, rope_tables(config, window), norms), window, mixers)
+        sinks = {
+            index: checkpoint.tensor(f"layers.{index}.sinks").float32()
+            for index, layer in enumerate(config.layers)
+            if layer.attends and layer.attention.sinks
+        }
+        attention = HostAttention(config, rope_tables(config, window), norms, sinks)
+        return cls(attention, window, mixers)
 
     def __call__(self, layer: int, qkv: Floats) -> Floats:
         """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from edgellm.backends.registry import NATIVE
+from edgellm.engine.adapters import LoadedAdapter
 from edgellm.engine.engine import Engine
 from edgellm.engine.one_sequence import Hooks, best_next, compute_prompt
 from edgellm.errors import OptionError
@@ -52,11 +53,15 @@ def bench(
     generations: SequenceOf[int] = (128,),
     depths: SequenceOf[int] = (0,),
     repetitions: int = 5,
+    adapter: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> list[BenchResult]:
     """Time prefill of each prompt size and decode of each generation size at each depth.
 
     Each test runs once to warm up; tokenization and sampling are left out, as llama-bench does.
+
+    Args:
+        adapter: loaded adapter; None: the model as it is.
 
     Raises:
         OptionError: a size is negative or does not fit into the context, or there is no test.
@@ -76,11 +81,12 @@ def bench(
                 f"which do not fit into a context of {engine.ctx_size}; "
                 + ("the model was trained for no more" if whole else "raise `ctx_size`")
             )
+    loaded = engine.adapters.get(adapter)
     results = []
     for prompt, generation, depth in tests:
         samples = []
         for repetition in range(repetitions + 1):
-            seconds = _run(engine, prompt, generation, depth)
+            seconds = _run(engine, prompt, generation, depth, loaded)
             if repetition:
                 samples.append(seconds)
             if progress is not None:
@@ -176,6 +182,10 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
         f"\n{setting['cpu']}, edgellm {setting['version']} ({setting['commit'] or 'no commit'})"
     )
     lines.extend(shares(results, engine))
+    if engine.expert_memory is not None:
+        use = engine.expert_memory.use
+        found = f"{100 * use.hit_rate:.1f} % of their uses"
+        lines.append(f"experts in memory: {found}; {use.bytes_read / 1e9:.3g} GB read")
     return "\n".join(lines)
 
 
@@ -191,12 +201,14 @@ def _name(prompt: int, generation: int, depth: int) -> str:
     return f"{test} @ d{depth}" if depth else test
 
 
-def _run(engine: Engine, prompt: int, generation: int, depth: int) -> float:
+def _run(
+    engine: Engine, prompt: int, generation: int, depth: int, adapter: LoadedAdapter | None
+) -> float:
     """Return the seconds of one repetition on a fresh sequence; filling the depth is not timed."""
     vocabulary = engine.config.vocab_size
     tokens = [(31 * i + 7) % vocabulary for i in range(depth + max(prompt, 1))]
     stop = threading.Event()
-    hooks = Hooks(cancel=stop)
+    hooks = Hooks(cancel=stop, adapter=None if adapter is None else adapter.weights)
 
     def run() -> float:
         sequence = engine.cache.sequence()

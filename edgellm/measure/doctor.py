@@ -65,7 +65,10 @@ def examine(
         for name, step in steps.items():
             yield Examined(f"{PACKED} on {name}")
             yield from check_layers(reference, step, weights, summary)
-            yield from engine.thread.each(check_step(reference, step, engine.cache, summary))
+            prompts = check_step(
+                reference, step, engine.cache, summary, experts=engine.config.has_experts
+            )
+            yield from engine.thread.each(prompts)
 
 
 def _steps(engine: Engine) -> dict[str, StepModel]:
@@ -95,12 +98,11 @@ def float_reference(
 
     Raises:
         SourceError: the bundle stores none, and its checkpoint is gone or changed.
-        UnsupportedModelError: the model has states, or experts: where two are nearly as good for a
-            token, rounding chooses, and one row is far from float32 without a fault.
+        UnsupportedModelError: the model has states.
     """
-    if bundle.config.native_parts:
+    if bundle.config.has_states:
         raise UnsupportedModelError(
-            f"{bundle.path}: there is no self-test of models with {bundle.config.native_parts} "
+            f"{bundle.path}: there is no self-test of models with layers with states "
             f"({bundle.config.model_type}) yet; `edgellm quality` compares with float32, and "
             "`edgellm doctor` without a model tests the kernels"
         )

@@ -111,6 +111,8 @@ class Answering:
                 or too many texts wait.
         """
         model = self.pool.resolve(asks[0].model)
+        for ask in asks:
+            self.pool.adapters.name_of(ask, model)  # refuses what is not there
         async with self.pool.use(model) as llm:
             await self.text_work.call(lambda: [answerable_prompt(llm, model, ask) for ask in asks])
 
@@ -124,12 +126,17 @@ class Answering:
         with self._taken_in(client) as counted:
             async with self._model(ask.model, limit_ms) as llm:
                 model = self.pool.resolve(ask.model)
+                adapter = self.pool.adapters.name_of(ask, model)
+                if adapter is not None:
+                    model = adapter
+                    ask = replace(ask, arguments={**ask.arguments, "adapter": adapter})
                 pending = self._pending(llm, model, ask, client, counted.arrival)
                 async with aclosing(_items(llm, pending)) as items:
                     async for item in items:
                         for event in _events(item, counted):
                             yield event
-                        if isinstance(item, Begun) and self._bring_prefix is not None:
+                        # other processes compute prompts without adapters
+                        if isinstance(item, Begun) and self._bring_prefix and adapter is None:
                             await self._bring_prefix(llm.engine, item.prompt, client.salt)
 
     @asynccontextmanager
@@ -159,7 +166,7 @@ class Answering:
         """
         pending = partial(self._embedding, ask=ask, client=client)
         counts, vectors = await self._results(ask, client, pending)
-        return Embeddings(self.pool.resolve(ask.model), vectors, counts)
+        return Embeddings(self._named(ask), vectors, counts)
 
     async def rerank(self, ask: RerankAsk, client: Client) -> Relevances:
         """Return the relevance of documents to a query.
@@ -169,7 +176,14 @@ class Answering:
         """
         pending = partial(self._relevance, ask=ask, client=client)
         counts, values = await self._results(ask, client, pending)
-        return Relevances(self.pool.resolve(ask.model), values, sum(counts))
+        return Relevances(self._named(ask), values, sum(counts))
+
+    def _adapter(self, ask: EmbeddingAsk | RerankAsk) -> str | None:
+        return self.pool.adapters.name_of(ask, self.pool.resolve(ask.model))
+
+    def _named(self, ask: EmbeddingAsk | RerankAsk) -> str:
+        """Return the id of the model, or the name of the adapter, that an ask is for."""
+        return self._adapter(ask) or self.pool.resolve(ask.model)
 
     async def _results(
         self,
@@ -283,18 +297,21 @@ class Answering:
             pooling=pooling,
             salt=client.salt,
             owner=client.owner,
+            adapter=self._adapter(ask),
             cancel=self._stop,
         )
 
     def _relevance(self, llm: LLM, *, ask: RerankAsk, client: Client) -> Pending[list[int] | float]:
         """Yield the token count of each document in one list, then the relevances in order."""
         engine, pooling = llm.engine, self.options.pooling
-        whose = {"salt": client.salt, "owner": client.owner}
+        salt, owner, adapter = client.salt, client.owner, self._adapter(ask)
         if chosen_method(engine, ask.method) == "yes_no":
             check_size(engine, max(map(len, ask.documents)) + len(ask.query))
             prompts = yes_no_prompts(engine, ask.query, ask.documents, instruction=ask.instruction)
             counts = [len(prompt) for prompt in prompts]
-            pending = yes_no(engine, prompts, cancel=self._stop, **whose)
+            pending = yes_no(
+                engine, prompts, salt=salt, owner=owner, adapter=adapter, cancel=self._stop
+            )
         else:
             prompts = [
                 embedding_prompt(engine, text, pooling=pooling, truncates=False)
@@ -302,7 +319,15 @@ class Answering:
             ]
             query, first, *rest = (len(prompt) for prompt in prompts)
             counts = [query + first, *rest]
-            pending = similarities(engine, prompts, pooling=pooling, cancel=self._stop, **whose)
+            pending = similarities(
+                engine,
+                prompts,
+                pooling=pooling,
+                salt=salt,
+                owner=owner,
+                adapter=adapter,
+                cancel=self._stop,
+            )
         yield counts
         yield from pending
 

@@ -66,6 +66,8 @@ class Ask:
         grammar: form of the answer; None: free text.
         infill_sampler: whether tokens are chosen as by llama.cpp's sampler `infill` (see
             `sampling.py`).
+        lora: numbers and scales of adapters, as llama.cpp's clients give them; None: `model` alone
+            says whether an adapter is wanted.
     """
 
     model: str | None
@@ -75,6 +77,7 @@ class Ask:
     of: int = 1
     grammar: Grammar | None = None
     infill_sampler: bool = False
+    lora: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,8 @@ class Metrics:
     cached_tokens: int = 0
     generation_tokens: int = 0
     preempted: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_seconds: float = 0.0
     generation_seconds: float = 0.0
     finished: Counter[str] = field(default_factory=Counter)
@@ -61,6 +63,8 @@ class Metrics:
         self.finished[reason] += 1
         self.generation_tokens += stats.generation_tokens
         self.preempted += stats.preempted
+        self.drafted_tokens += stats.drafted_tokens
+        self.accepted_tokens += stats.accepted_tokens
         self.whole_answer.add(seconds)
         if stats.generation_tokens_per_second > 0:
             decoded = max(stats.generation_tokens - 1, 0)

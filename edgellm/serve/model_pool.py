@@ -19,6 +19,7 @@ from edgellm.checks import check_flag, check_number
 from edgellm.errors import EdgeLLMError, MemoryEstimateError, OptionError, SourceError
 from edgellm.llm import LLM
 from edgellm.progress import Progress, ProgressCallback
+from edgellm.serve.adapters import ServedAdapters
 from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.request_error import RequestError, load_error
 from edgellm.serve.served import ServedModel
@@ -57,7 +58,7 @@ class _Slot:
 
 
 class ModelPool:
-    """Served models by id.
+    """Served models by id, and adapters that clients may name in their place.
 
     Everything but `ids` belongs to one event loop.
 
@@ -69,6 +70,7 @@ class ModelPool:
         any_model: whether a name that no model has means the first one.
         pull: makes a served model of a name that a client gives, and of a callback for progress;
             None: clients can add no models.
+        manage_adapters: whether clients can add and drop `adapters`.
 
     Raises:
         OptionError: a limit is not allowed, there are no models, or two have the same id.
@@ -82,6 +84,7 @@ class ModelPool:
         idle_unload_s: float | None = None,
         any_model: bool = False,
         pull: Callable[[str, ProgressCallback], ServedModel] | None = None,
+        manage_adapters: bool = False,
     ) -> None:
         check_flag("any_model", any_model)
         if memory_limit_bytes is not None:
@@ -94,6 +97,7 @@ class ModelPool:
                 f"models to serve are {', '.join(ids) or 'none'}; at least one is needed, and each "
                 "under an id of its own (`ID=NAME`)"
             )
+        self.adapters = ServedAdapters(models, managed=manage_adapters)
         self.started_at = int(time.time())
         self._slots = {model.id: _Slot(model) for model in models}
         self._memory_limit_bytes = memory_limit_bytes
@@ -124,7 +128,7 @@ class ModelPool:
         return None if self._short is None else self._short.model.id
 
     def resolve(self, name: str | None) -> str:
-        """Return the id of the model that a client names.
+        """Return the id of the model that a client names, or of the one that an adapter changes.
 
         No name means the first model. A suffix `:latest`, which Ollama's clients add, is ignored.
 
@@ -133,16 +137,19 @@ class ModelPool:
         """
         if not name:
             return self.ids[0]
+        if adapter := self.adapters.get(name):
+            return adapter.model
         if self._any_model and name not in self._slots:
             name = name.removesuffix(":latest")
             return name if name in self._slots else self.ids[0]
         return self._exactly(name)
 
-    def _unknown(self, name: str) -> RequestError:
+    def unknown(self, name: str) -> RequestError:
         return RequestError(
             "not_found",
-            f"there is no model {name[:100]!r} here; served are {', '.join(self.ids)} (with "
-            "`any_model` other names mean the first one)",
+            f"there is no model {name[:100]!r} here; served are "
+            f"{', '.join([*self.ids, *self.adapters.all])} (with `any_model` other names mean the "
+            "first one)",
             param="model",
             code="model_not_found",
         )
@@ -308,7 +315,7 @@ class ModelPool:
         for id in (name, name.removesuffix(":latest")):
             if id in self._slots:
                 return id
-        raise self._unknown(name)
+        raise self.unknown(name)
 
     async def start(self) -> None:
         """Load the first model, and begin to unload idle models.
@@ -369,7 +376,7 @@ class ModelPool:
         """Load a model; while there is not enough memory, unload the model idle for longest."""
         while True:
             try:
-                return await self._in_thread(slot.model.open)
+                return await self._in_thread(partial(self.adapters.opened, slot.model))
             except MemoryEstimateError:
                 fits = slot.bytes < psutil.virtual_memory().total
                 if not (fits and await self._unload_another(slot)):

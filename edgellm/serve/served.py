@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,14 @@ from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
-from edgellm.llm import LLM, LoadArguments, engine_options, load, with_defaults
+from edgellm.llm import (
+    LLM,
+    AdapterSource,
+    LoadArguments,
+    engine_options,
+    load,
+    with_defaults,
+)
 from edgellm.progress import ProgressCallback
 from edgellm.serve.model_card import ModelCard, card_on_disk
 from edgellm.store.prepare import prepared
@@ -34,6 +41,7 @@ class ServedModel:
             None where it would have to be downloaded or exported. May take a second.
         check: function that refuses at once a name that can never be loaded.
         pinned: whether the model is never unloaded to make room for others.
+        adapters: adapters that `open` loads, see `edgellm.load`.
     """
 
     id: str
@@ -42,6 +50,7 @@ class ServedModel:
     card: Callable[[], ModelCard | None] = lambda: None
     check: Callable[[], None] = lambda: None
     pinned: bool = False
+    adapters: Mapping[str, AdapterSource] = field(default_factory=dict)
 
 
 def served_model(
@@ -86,6 +95,7 @@ def served_model(
         card,
         partial(check_name, source),
         pinned,
+        arguments.get("adapters") or {},
     )
 
 

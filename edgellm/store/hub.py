@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.errors import EdgeLLMError, SourceError, first_line
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.gguf_file import parts_of
 from edgellm.progress import Progress, ProgressCallback
 
@@ -57,10 +58,17 @@ class HubModel:
         match = _SPEC.fullmatch(spec)
         return None if match is None else cls(spec, **match.groupdict())
 
-    def fetch(self, *, progress: ProgressCallback | None = None) -> tuple[Path, str]:
+    def fetch(
+        self,
+        *,
+        check: Callable[[ModelConfig], object] | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> tuple[Path, str]:
         """Download the model's files unless they are in the cache.
 
         Args:
+            check: called with the config of a Hugging Face folder before any weights are
+                downloaded; may raise an error.
             progress: called for the weights, in threads of `huggingface_hub`, one at a time; None:
                 its own bars are shown.
 
@@ -83,7 +91,9 @@ class HubModel:
             if "config.json" not in names or not set(_WHOLE) & set(names):
                 raise self._no_checkpoint(names)
             wanted = [name for name in names if _is_wanted(name, SETTINGS)]
-            read_config(self._download(wanted))
+            config = read_config(self._download(wanted)).config
+            if check is not None:
+                check(config)
             wanted += [name for name in names if _is_wanted(name, WEIGHTS)]
             folder = self._download(wanted, progress)
             return folder, folder.name

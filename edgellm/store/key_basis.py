@@ -22,9 +22,11 @@ from numpy.typing import NDArray
 
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensors import model_tensors
 from edgellm.store.manifest import Manifest, map_arrays
 
+Exponents = NDArray[np.int8]
 FOLDER = "keys"
 EXPONENTS = "exponents"
 OFFSET = "offset"
@@ -42,7 +44,7 @@ class KeyBasis:
             which the cache leaves out; None where no keys have a common part (see `has_offset`).
     """
 
-    exponents: Sequence[NDArray[np.int8]]
+    exponents: Sequence[Exponents]
     offsets: Sequence[NDArray[np.float32]] | None
 
 
@@ -93,6 +95,20 @@ def open_head_norms(
 ) -> dict[str, NDArray[np.float32]]:
     """Map the weights of norms of Q and K, already in the key basis, by their canonical names."""
     return map_arrays(root, {n: array for n, array in arrays.items() if is_head_norm(n)})
+
+
+def of_channels(exponents: Exponents, attention: Attention) -> Exponents:
+    """Expand exponents of pairs `[Hkv, P]` to channels `[Hkv, D]`; 0 for channels without RoPE."""
+    channels = np.zeros((attention.kv_heads, attention.head_dim), np.int8)
+    half = exponents.shape[1]
+    channels[:, :half] = channels[:, half : 2 * half] = exponents
+    return channels
+
+
+def of_rows(exponents: Exponents, attention: Attention, *, heads: int) -> Exponents:
+    """Expand exponents of pairs `[Hkv, P]` to the rows `[heads * D]` of a projection."""
+    channels = of_channels(exponents, attention)
+    return np.repeat(channels, heads // attention.kv_heads, axis=0).reshape(-1)
 
 
 def fingerprint(manifest: Manifest) -> str:

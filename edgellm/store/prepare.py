@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgellm.errors import BundleError, ModelFormatError
+from edgellm.errors import BundleError, EdgeLLMError, ModelFormatError, OptionError
+from edgellm.graphs.config import ModelConfig
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle, is_bundle, open_bundle
 from edgellm.store.bundle_state import is_newer, recorded_source
@@ -30,6 +33,7 @@ def prepare(
     chunk_sizes: Sequence[int] | None = None,
     weights: str | None = None,
     calibration: CalibrationOptions | None = None,
+    lora: Sequence[tuple[Path, float]] = (),
     progress: ProgressCallback | None = None,
     force: bool = False,
 ) -> Bundle:
@@ -43,14 +47,21 @@ def prepare(
         precisions: names, or a function of the config; those missing in the bundle are exported.
         out: the folder of the bundle; None is one in EDGELLM_HOME.
         chunk_sizes, weights, calibration, progress: see `export`; download progress is in bytes.
+        lora: see `export`; not without `out`, as the model's own bundle is not of them.
         force: export again.
 
     Raises:
         SourceError, ModelFormatError, UnsupportedModelError, BundleError, ExportError, OptionError
     """
     wanted = precisions if callable(precisions) else tuple(precisions)
+    if lora and out is None:
+        raise OptionError(
+            "`lora` merges adapters into the weights of a bundle, which needs a folder of its own: "
+            "name one as `out` (-o)"
+        )
     delete_abandoned_at_home()
-    source = resolve(name, progress=progress)
+    # a function of the config refuses what cannot run the model
+    source = resolve(name, check=partial(names_of, wanted), progress=progress)
     if out is None and is_bundle(source.path):
         return _open_given(source, wanted)
     at_home = bundles_dir() / source.key
@@ -70,6 +81,7 @@ def prepare(
             chunk_sizes=chunk_sizes,
             weights=weights,
             calibration=calibration,
+            lora=lora,
             force=force,
             mend=out is None,
             progress=progress,
@@ -101,6 +113,19 @@ def prepared(name: str, *, precisions: Precisions) -> Bundle | None:
     if is_bundle(source.path):
         return _open_given(source, precisions)
     return _open_if_complete(bundles_dir() / source.key, precisions)
+
+
+def config_here(name: str) -> ModelConfig | None:
+    """Return the config of a model on this machine; None if there is none that can be read."""
+    from edgellm.graphs.checkpoint import open_checkpoint  # 0.1 s, and rarely needed
+
+    with contextlib.suppress(EdgeLLMError):
+        source = resolve_here(name)
+        if source is not None and is_bundle(source.path):
+            return open_bundle(source.path).config
+        if source is not None:
+            return open_checkpoint(source.path).config
+    return None
 
 
 def _open_if_complete(path: Path, precisions: Precisions) -> Bundle | None:

@@ -108,7 +108,13 @@ def read_rotation(root: Path, entry: PrecisionEntry) -> Floats | None:
     return None if enter is None else map_arrays(root, {ROTATION: enter})[ROTATION]
 
 
-def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float:
+def segment_error(
+    rows: SegmentRows,
+    run: Run,
+    rotation: Floats | None,
+    *,
+    error: Callable[[Floats, Floats], float] = worst_line_error,
+) -> float:
     """Measure a segment's error against float32, on float32 inputs: its worst row or column.
 
     For the residual, only the part that the segment adds is compared: errors would be small beside
@@ -119,6 +125,7 @@ def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float
         run: the segment's graph.
         rotation: `[E, E]` to the basis of the precision's residual; None without a basis of its
             own.
+        error: error of an output, given with the exact one.
     """
     inputs = {
         name: _rotated(value, rotation) if name == contract.RESIDUAL else value
@@ -128,9 +135,9 @@ def segment_error(rows: SegmentRows, run: Run, rotation: Floats | None) -> float
     for (name, exact), output in zip(rows.outputs.items(), run(inputs), strict=True):
         if name == contract.RESIDUAL_OUT:
             before = inputs.get(contract.RESIDUAL, np.float32(0))
-            errors.append(worst_line_error(_rotated(exact, rotation) - before, output - before))
+            errors.append(error(_rotated(exact, rotation) - before, output - before))
         else:
-            errors.append(worst_line_error(exact, output))
+            errors.append(error(exact, output))
     return max(errors)
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.errors import SourceError, first_line
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.gguf_file import parts_of
 from edgellm.progress import ProgressCallback
 from edgellm.store.home import file_safe
@@ -104,10 +106,16 @@ class Source:
         return f"{bundle_label(self.name)}-{digest[:12]}"
 
 
-def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
+def resolve(
+    name: str,
+    *,
+    check: Callable[[ModelConfig], object] | None = None,
+    progress: ProgressCallback | None = None,
+) -> Source:
     """Find a model's checkpoint, downloading it if it is not on this machine yet.
 
     Args:
+        check: see `HubModel.fetch`.
         progress: called during a download, see `Progress`.
 
     Raises:
@@ -119,7 +127,7 @@ def resolve(name: str, *, progress: ProgressCallback | None = None) -> Source:
         fetched = member.fetch(progress=progress)
         return Source(name, spec, member.path, "", member, downloaded_now=fetched)
     if (model := HubModel.parse(spec)) is not None:
-        path, commit = model.fetch(progress=progress)
+        path, commit = model.fetch(check=check, progress=progress)
         return Source(name, spec, path, revision=commit)
     check_name(name)
     here = resolve_here(name)

@@ -2,14 +2,17 @@
 
     MODULE.weight [N, K*b/32] words    MODULE.scales, MODULE.biases [N, K/g]
 
+All of them have one dimension more where they are those of several experts.
+
 Modes are `affine` and `mxfp4`. Codes lie along the inputs, from the lowest bits on, and may go on
 in the next word. A number is `code * scale + bias`; `mxfp4` has no biases and bytes for scales.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -17,7 +20,7 @@ from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.description import read_choice
 from edgellm.graphs.hf_quantization.groups import Groups
 from edgellm.graphs.hf_quantization.mxfp4 import mxfp4_tensor
-from edgellm.graphs.hf_quantization.packing import unpack
+from edgellm.graphs.hf_quantization.packing import Bytes, unpack
 from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
@@ -47,7 +50,8 @@ class Reader:
         if scales not in self._folder:
             return None
         scheme, expect = self._scheme(module), self._folder.expect
-        rows, words = expect(weight, ("U32",), shape=(None, None)).shape
+        sizes = (None,) * max(2, min(3, len(self._folder.entry(weight).shape)))
+        *stack, words = expect(weight, ("U32",), shape=sizes).shape
         columns = words * 32 // scheme.bits
         if words * 32 % (scheme.bits * scheme.group_size):
             raise ModelFormatError(
@@ -56,22 +60,36 @@ class Reader:
             )
         groups = columns // scheme.group_size
         if scheme.mode == "mxfp4":
-            expect(scales, ("U8",), shape=(rows, groups))
+            expect(scales, ("U8",), shape=(*stack, groups))
+        else:
+            for part in (scales, biases):
+                expect(part, FLOATS, shape=(*stack, groups))
+        flat = self._flat(module, scheme, math.prod(stack), groups)
+        shape = *stack, columns
+        return replace(flat, shape=shape, float32=lambda: flat.float32().reshape(shape))
+
+    def _flat(self, module: str, scheme: _Scheme, rows: int, groups: int) -> Tensor:
+        """Return the weight of a module with all rows in one matrix."""
+        weight, scales, biases = (f"{module}.{part}" for part in ("weight", "scales", "biases"))
+        shape = rows, groups * scheme.group_size
+
+        def codes() -> Bytes:
+            return unpack(self._folder.read(weight).reshape(rows, -1), scheme.bits)
+
+        if scheme.mode == "mxfp4":
             return mxfp4_tensor(
-                (rows, columns),
-                codes=lambda: unpack(self._folder.read(weight), scheme.bits),
-                scales=lambda: read_powers_of_two(self._folder, scales),
+                shape,
+                codes=codes,
+                scales=lambda: read_powers_of_two(self._folder, scales).reshape(rows, groups),
             )
-        for part in (scales, biases):
-            expect(part, FLOATS, shape=(rows, groups))
         return Groups(
-            shape=(rows, columns),
+            shape=shape,
             bits=scheme.bits,
             groups=groups,
             storage=f"MLX {scheme.bits}-bit",
-            codes=lambda: unpack(self._folder.read(weight), scheme.bits),
-            scales=lambda: read_scales(self._folder, scales),
-            offsets=lambda: read_scales(self._folder, biases),
+            codes=codes,
+            scales=lambda: read_scales(self._folder, scales).reshape(rows, groups),
+            offsets=lambda: read_scales(self._folder, biases).reshape(rows, groups),
         ).tensor()
 
     def _scheme(self, module: str) -> _Scheme:

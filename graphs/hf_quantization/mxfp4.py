@@ -1,12 +1,14 @@
 """Weights in MXFP4: 4-bit floats (E2M1) with one scale, a power of two, for every 32 inputs.
 
-The format is OCP Microscaling Formats 1.0. gpt-oss has MODULE_blocks [N, K/32, 16], the first of
-two numbers in the low half of a byte, and MODULE_scales [N, K/32].
+The format is OCP Microscaling Formats 1.0. gpt-oss has MODULE_blocks [X, N, K/32, 16], the first of
+two numbers in the low half of a byte, and MODULE_scales [X, N, K/32], of all experts X.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,14 +37,19 @@ class Reader:
         blocks, scales = f"{module}_blocks", f"{module}_scales"
         if blocks not in self._folder:
             return None
-        shape = self._folder.expect(blocks, ("U8",), shape=(None, None, GROUP // 2)).shape
-        rows, groups, _ = shape
-        self._folder.expect(scales, ("U8", "F8_E8M0"), shape=(rows, groups))
-        return mxfp4_tensor(
+        half = GROUP // 2
+        stacked = len(self._folder.entry(blocks).shape) == 4
+        sizes = (None, None, None, half) if stacked else (None, None, half)
+        *stack, groups, _ = self._folder.expect(blocks, ("U8",), shape=sizes).shape
+        self._folder.expect(scales, ("U8", "F8_E8M0"), shape=(*stack, groups))
+        rows = math.prod(stack)
+        tensor = mxfp4_tensor(
             (rows, groups * GROUP),
             codes=lambda: unpack(self._folder.read(blocks).reshape(rows, -1), KIND.bits),
-            scales=lambda: read_powers_of_two(self._folder, scales),
+            scales=lambda: read_powers_of_two(self._folder, scales).reshape(rows, groups),
         )
+        shape = *stack, groups * GROUP
+        return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
 
 
 def mxfp4_tensor(

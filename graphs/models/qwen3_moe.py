@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Architecture, GGUFHeader
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
+from edgellm.graphs.experts import (
+    experts_from_gguf,
+    routing_from_hf,
+    sparse_layers,
+    with_experts,
+)
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama, qwen2, qwen3
 
@@ -18,19 +22,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         config,
         routing_from_hf(fields, normalized=normalized),
         intermediate=fields.read(int, "moe_intermediate_size"),
-        sparse=_sparse_layers(fields, config.layer_count),
+        sparse=sparse_layers(fields, config.layer_count),
     )
-
-
-def _sparse_layers(fields: Fields, count: int) -> list[bool]:
-    step = fields.optional(int, "decoder_sparse_step")
-    step = 1 if step is None else step
-    if step < 1:
-        raise ModelFormatError(
-            f"{fields.origin}: decoder_sparse_step is {step}; 1 or more is allowed"
-        )
-    dense = fields.optional(list, "mlp_only_layers") or []
-    return [(index + 1) % step == 0 and index not in dense for index in range(count)]
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:

@@ -22,6 +22,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """Compute softmax(scale q k^T) v over cached tokens `0 .. start + C`, C of them just appended.
@@ -36,6 +37,7 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        sinks: for each head a score without key and value, `[H]`, as it enters the softmax.
         threads: number of cores for the C++ kernel.
 
     Returns:
@@ -44,7 +46,7 @@ def attend(
     compiled = library_for(blocks)
     if compiled is None:
         return portable.attend(
-            blocks, table, layer, q, start, window=window, scale=scale, softcap=softcap
+            blocks, table, layer, q, start, window=window, scale=scale, softcap=softcap, sinks=sinks
         )
     return native.attend(
         compiled,
@@ -56,5 +58,6 @@ def attend(
         window=window,
         scale=scale,
         softcap=softcap,
+        sinks=sinks,
         threads=threads,
     )

@@ -10,6 +10,7 @@ struct Queries {
     const float* q;  // [tokens, heads, head_dim], after RoPE
     int32_t heads, tokens, start, window;
     float scale, softcap;  // of the scores; softcap 0: none
+    const float* sinks;    // [heads], a score of each head that has no key and no value, or null
 };
 
 // Arguments of one call; the same fields, in the same order, as in native.py.

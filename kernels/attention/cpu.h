@@ -195,9 +195,10 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
     }
 }
 
-// A row's sums become its result, `out` [head_dim].
-inline void finish_row(const edgellm::KV& kv, const float* part, float* out) {
-    for (int d = 0; d < kv.head_dim; ++d) out[d] = part[2 + d] / part[1];
+// A row's sums become its result, `out` [head_dim]; a head's sink takes part in the softmax alone.
+inline void finish_row(const edgellm::KV& kv, const float* part, const float* sinks, int head, float* out) {
+    const float total = part[1] + (sinks ? std::exp(sinks[head] - part[0]) : 0);
+    for (int d = 0; d < kv.head_dim; ++d) out[d] = part[2 + d] / total;
     if (kv.spread(false)) hadamard(out, kv.head_dim);
 }
 
@@ -217,7 +218,7 @@ inline void attend(const edgellm::AttendCall& call) {
             const int row = task.first + r, head = task.kv_head * group + row % group;
             const float* part = parts + size_t(r) * (head_dim + 2);
             float* out = call.out + (size_t(row / group) * queries.heads + head) * head_dim;
-            finish_row(call.kv, part, out);
+            finish_row(call.kv, part, queries.sinks, head, out);
         }
     });
 }

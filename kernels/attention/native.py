@@ -20,6 +20,7 @@ class _Call(ctypes.Structure):
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("heads", "tokens", "start", "window")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        ("sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer", "threads")),
     ]
@@ -36,6 +37,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: NDArray[np.float32] | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """Attend over the KV blocks of a sequence; see `attend` in `__init__.py`.
@@ -52,6 +54,7 @@ def attend(
             f"{heads} heads of layer {layer} on blocks of {blocks.kv_heads} KV heads and "
             f"{blocks.layers} layers"
         )
+    of_heads = None if sinks is None else floats(sinks, (heads,), "sinks")
     queries = floats(q, (tokens, heads, blocks.head_dim), "q")
     ids = block_ids(table, blocks.count, start=start, tokens=tokens)
     out = np.empty(q.shape, np.float32)
@@ -64,6 +67,7 @@ def attend(
         window or 0,
         blocks.head_dim**-0.5 if scale is None else scale,
         softcap or 0.0,
+        address(of_heads),
         address(out),
         layer,
         threads,

@@ -23,6 +23,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float32]:
     """Attend over the KV blocks of a sequence; see `attend` in `__init__.py`."""
     if window is not None:  # ids of blocks before the window are arbitrary, so skip them
@@ -50,9 +51,13 @@ def attend(
         if softcap is not None:
             scores = np.float32(softcap) * np.tanh(scores / np.float32(softcap))
         _mask(scores.reshape(-1, group, tokens, length), start, window)
-        scores -= scores.max(axis=-1, keepdims=True)
+        largest = scores.max(axis=-1, keepdims=True)
+        scores -= largest
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            of_rows = sinks.reshape(kv_heads, group)[part].repeat(tokens, axis=1)
+            total += np.exp(of_rows[..., None] - largest)
         v_scale = _scales(blocks.v_scale, table, layer, part, length)
         if v_scale is not None:
             scores *= v_scale[:, None, :]

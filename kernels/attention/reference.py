@@ -15,6 +15,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: NDArray[np.floating] | None = None,
 ) -> NDArray[np.float64]:
     """Compute softmax(scale q k^T) v, where query `c` sees the keys up to position `start + c`.
 
@@ -24,6 +25,7 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        sinks: for each head a score without key and value, `[H]`, as it enters the softmax.
 
     Returns:
         `[C, H, D]` float64.
@@ -41,6 +43,8 @@ def attend(
             scores = keys @ q[token, head].astype(np.float64) * factor
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            out[token, head] = weights @ values / weights.sum()
+            sink = np.full(1, -np.inf) if sinks is None else sinks[head : head + 1]
+            largest = max(scores.max(), sink[0])
+            weights = np.exp(scores - largest)
+            out[token, head] = weights @ values / (weights.sum() + np.exp(sink[0] - largest))
     return out

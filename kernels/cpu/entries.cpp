@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../delta_net/call.h"
+#include "../experts/memory.h"
 #include "../step/call.h"
 #include "../step/mixing.h"
 #include "../step/places.h"

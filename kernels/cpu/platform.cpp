@@ -2,11 +2,13 @@
 #include "platform.h"
 
 #include <algorithm>
+#include <cstdint>
 
 #ifdef _WIN32
 #define WIN32_LEAN_AND_MEAN
 #include <windows.h>
 #else
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 #ifdef __linux__
@@ -97,6 +99,17 @@ bool keep_off(int core, const std::vector<std::thread::native_handle_type>& thre
 #else
 bool keep_off(int, const std::vector<std::thread::native_handle_type>&) { return false; }
 #endif
+
+void give_back(const void* memory, size_t bytes) {
+#ifdef _WIN32
+    (void)memory, (void)bytes;
+#else
+    static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / page * page;
+    if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_DONTNEED);
+#endif
+}
 
 long process() {
 #ifdef _WIN32

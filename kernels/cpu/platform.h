@@ -1,6 +1,7 @@
 // What the kernels ask of the operating system; platform.cpp alone knows which one it is.
 #pragma once
 
+#include <cstddef>
 #include <thread>
 #include <vector>
 
@@ -21,6 +22,10 @@ int current_core();
 
 // Let threads run on all cores of the process but one; false if it has no other.
 bool keep_off(int core, const std::vector<std::thread::native_handle_type>& threads);
+
+// Take the whole pages of memory that is mapped from a file out of the process; they are read again when they are used.
+// Windows has no such call.
+void give_back(const void* memory, size_t bytes);
 
 // A number that a child of fork() does not share with its parent.
 long process();

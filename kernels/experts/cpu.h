@@ -4,31 +4,30 @@
 // as the rows of a layer with one MLP are, so a slot's bits do not depend on the others. A row adds up its slots in the
 // order of the experts.
 
-// The experts of a row and their shares, by their scores, of which it marks the chosen ones. NaN chooses experts as
-// well, and shows in what they give.
+// The experts of a row and their shares, by their logits, which become scores. NaN chooses experts as well, and shows
+// in what they give.
 inline void choose(const edgellm::Router& router, float* score, int32_t* expert, float* share) {
-    float top = score[0];
+    float top = score[0], all = 0;
     for (int e = 1; e < router.experts; ++e) top = score[e] > top ? score[e] : top;
-    float all = 0;
     for (int e = 0; e < router.experts; ++e) {
-        score[e] = std::exp(score[e] - top);
+        score[e] = router.sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - top);
         all += score[e];
     }
-    constexpr float CHOSEN = -1;
+    float* rank = static_cast<float*>(edgellm::scratch(4 * size_t(router.experts)));  // -INFINITY of the chosen
+    for (int e = 0; e < router.experts; ++e) rank[e] = score[e] + (router.selection ? router.selection[e] : 0);
     float sum = 0;
     for (int k = 0; k < router.used; ++k) {
         int best = -1;
         for (int e = 0; e < router.experts; ++e)
-            if (score[e] != CHOSEN && (best < 0 || score[e] > score[best])) best = e;
-        const float value = score[best];
-        score[best] = CHOSEN;
-        sum += value;
+            if (rank[e] != -INFINITY && (best < 0 || rank[e] > rank[best])) best = e;
+        rank[best] = -INFINITY;
+        sum += score[best];
         int at = k;
         for (; at > 0 && expert[at - 1] > best; --at) expert[at] = expert[at - 1], share[at] = share[at - 1];
         expert[at] = best;
-        share[at] = value;
+        share[at] = score[best];
     }
-    const float whole = router.normalized ? sum : all;
+    const float whole = router.normalized ? sum : router.sigmoid ? 1 : all;
     for (int k = 0; k < router.used; ++k) share[k] *= router.scale / whole;
 }
 
@@ -41,13 +40,14 @@ public:
     template <typename Take>
     Experts(const edgellm::Transformer& model, int rows, int threads, const Take& take)
         : rows_(rows), hidden_(model.hidden), threads_(threads) {
-        size_t experts = 0, slots = 0, width = 0;
+        size_t experts = 0, slots = 0, width = 0, shared = 0;
         for (int l = 0; l < model.layer_count; ++l) {
             const edgellm::Layer& layer = model.layers[l];
             if (!layer.has_experts()) continue;
             experts = std::max<size_t>(experts, layer.router.experts);
             slots = std::max<size_t>(slots, size_t(rows) * layer.router.used);
             width = std::max<size_t>(width, layer.up.outputs / layer.router.experts);
+            shared = std::max<size_t>(shared, layer.shared.up.outputs);
         }
         if (experts == 0) return;
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
@@ -67,53 +67,87 @@ public:
         active_count_ = whole(1);
         x_ = quantized(hidden_);
         activated_ = quantized(width);
+        if (shared == 0) return;
+        shared_out_ = floats(size_t(rows) * hidden_);
+        shared_share_ = floats(rows);
+        shared_activated_ = take(edgellm::Rows::bytes(rows, static_cast<int>(shared)));
     }
 
     // Where the normalized row of the residual is to be.
     float* normed(int r) const { return normed_ + size_t(r) * hidden_; }
 
-    // Take the normalized rows through the experts that the router chooses for each.
-    void run(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        score(worker, layer.router);
-        worker.each(1, [&](int) { route(layer.router); });
+    // Take the normalized rows through the experts that the router chooses for each, and through the shared one.
+    // `x` are the rows quantized, for the shared expert alone.
+    void run(edgellm::Worker& worker, const edgellm::Transformer& model, int number, const edgellm::Rows& x) const {
+        const edgellm::Layer& layer = model.layers[number];
+        score(worker, layer);
+        worker.each(1, [&](int) {
+            route(layer.router);
+            if (model.expert_memory) edgellm::use_experts(model, number, active_, *active_count_);
+        });
         const int slots = rows_ * layer.router.used, some = std::max(1, std::min(16, slots / (4 * threads_)));
         worker.each((slots + some - 1) / some, [&](int item) {
             for (int s = item * some; s < std::min(slots, (item + 1) * some); ++s) quantize(layer.router, s);
         });
-        const int width = layer.up.outputs / layer.router.experts, groups = width / edgellm::GROUP;
-        const int inner = std::max(1, panels_at_once(part(layer.up, layer.router, 0), 1, threads_) / 2);
-        each_active(worker, layer.router, (groups + inner - 1) / inner, [&](int e, int run) {
-            const int first = run * inner, end = std::min(groups, first + inner);
-            activate_groups(layer, layer.gated() ? part(layer.gate, layer.router, e) : layer.gate,
-                            part(layer.up, layer.router, e), first, end, rows_of(x_, hidden_, e), count(e),
-                            rows_of(activated_, width, e));
-        });
+        const edgellm::SharedExpert& shared = layer.shared;
+        const edgellm::Rows middle = edgellm::Rows::in(shared_activated_, rows_, shared.up.outputs);
+        const int width = layer.up.outputs / layer.router.experts;
+        each_active(
+            worker, layer.router,
+            runs_of(width / edgellm::GROUP, std::max(1, panels_at_once(part(layer.up, layer.router, 0), 1, threads_) / 2)),
+            runs_of(shared.up.outputs / edgellm::GROUP, std::max(1, at_once(shared.up) / 2)),
+            [&](int e, int first, int end) {
+                activate_groups(mlp_of(layer, e), first, end, rows_of(x_, hidden_, e), count(e),
+                                rows_of(activated_, width, e));
+            },
+            [&](int first, int end) {
+                activate_groups({shared.gate, shared.up, nullptr, nullptr, layer.activation}, first, end, x, rows_,
+                                middle);
+            });
         // in pairs, or one of each two would be thrown away where an expert has many rows
         const int pairs = (panels_at_once(part(layer.down, layer.router, 0), 1, threads_) + WIDE_PANELS - 1) / WIDE_PANELS;
-        const int panels = hidden_ / edgellm::PANEL, outer = pairs * WIDE_PANELS;
-        each_active(worker, layer.router, (panels + outer - 1) / outer, [&](int e, int run) {
-            const int first = run * outer, end = std::min(panels, first + outer);
-            multiply_panels(part(layer.down, layer.router, e), first, end, rows_of(activated_, width, e), count(e),
-                            out_ + size_t(first_[e]) * hidden_ + size_t(first) * edgellm::PANEL, hidden_, false);
-        });
+        const int panels = hidden_ / edgellm::PANEL;
+        each_active(
+            worker, layer.router, runs_of(panels, pairs * WIDE_PANELS),
+            runs_of(shared.down.panels ? panels : 0, at_once(shared.down)),
+            [&](int e, int first, int end) {
+                multiply_panels(part(layer.down, layer.router, e), first, end, rows_of(activated_, width, e), count(e),
+                                out_ + size_t(first_[e]) * hidden_ + size_t(first) * edgellm::PANEL, hidden_, false);
+            },
+            [&](int first, int end) {
+                multiply_panels(shared.down, first, end, middle, rows_,
+                                shared_out_ + size_t(first) * edgellm::PANEL, hidden_, false);
+            });
     }
 
-    // y (+)= what the experts of a row give, by their shares
-    void sum(const edgellm::Router& router, int r, float* y, bool add) const {
-        const size_t at = size_t(r) * router.used;
+    // y (+)= what the experts of a row give, by their shares, and the shared one
+    void sum(const edgellm::Layer& layer, int r, float* y, bool add) const {
+        const size_t at = size_t(r) * layer.router.used;
         for (int i = 0; i < hidden_; i += LANES) {
             Vec sum = add ? load(y + i) : Vec{};
-            for (int k = 0; k < router.used; ++k)
-                sum += splat(share_[at + k]) * load(out_ + size_t(slot_[at + k]) * hidden_ + i);
+            for (int k = 0; k < layer.router.used; ++k) {
+                Vec value = load(out_ + size_t(slot_[at + k]) * hidden_ + i);
+                if (layer.down_bias) value += load(layer.down_bias + size_t(expert_[at + k]) * hidden_ + i);
+                sum += splat(share_[at + k]) * value;
+            }
+            if (layer.shared.up.panels) {
+                const Vec value = load(shared_out_ + size_t(r) * hidden_ + i);
+                sum += layer.shared.router ? splat(shared_share_[r]) * value : value;
+            }
             store(y + i, sum);
         }
     }
 
 private:
-    static edgellm::Linear part(edgellm::Linear all, const edgellm::Router& router, int expert) {
-        all.outputs /= router.experts;
-        all.panels += size_t(expert) * all.count() * all.panel_bytes();
-        return all;
+    static edgellm::Linear part(const edgellm::Linear& all, const edgellm::Router& router, int expert) {
+        return edgellm::expert_of(all, router.experts, expert);
+    }
+
+    static Mlp mlp_of(const edgellm::Layer& layer, int expert) {
+        const size_t first = size_t(expert) * (layer.up.outputs / layer.router.experts);
+        const auto of = [&](const float* bias) { return bias ? bias + first : nullptr; };
+        return {part(layer.gate, layer.router, expert), part(layer.up, layer.router, expert), of(layer.gate_bias),
+                of(layer.up_bias), layer.activation};
     }
 
     int count(int expert) const { return first_[expert + 1] - first_[expert]; }
@@ -124,17 +158,25 @@ private:
         return edgellm::Rows::in(memory + before / 64 * 64, count(expert), width);
     }
 
-    // The router's products, some experts at a time.
-    void score(edgellm::Worker& worker, const edgellm::Router& router) const {
+    float product(const float* weight, int r) const {
+        const float* x = normed(r);
+        Vec sum = {};
+        for (int i = 0; i < hidden_; i += LANES) sum += load(x + i) * load(weight + i);
+        return sum_of(sum);
+    }
+
+    // The router's products, some experts at a time, and the share of the shared expert.
+    void score(edgellm::Worker& worker, const edgellm::Layer& layer) const {
         constexpr int RUN = 8;
-        worker.each((router.experts + RUN - 1) / RUN, [&](int item) {
-            for (int r = 0; r < rows_; ++r)
-                for (int e = item * RUN; e < std::min(router.experts, (item + 1) * RUN); ++e) {
-                    const float *weight = router.weight + size_t(e) * hidden_, *x = normed(r);
-                    Vec sum = {};
-                    for (int i = 0; i < hidden_; i += LANES) sum += load(x + i) * load(weight + i);
-                    scores_[size_t(r) * router.experts + e] = sum_of(sum);
-                }
+        const edgellm::Router& router = layer.router;
+        const int runs = (router.experts + RUN - 1) / RUN;
+        worker.each(runs + (layer.shared.router ? 1 : 0), [&](int item) {
+            for (int r = 0; r < rows_; ++r) {
+                if (item == runs) shared_share_[r] = 1 / (1 + std::exp(-product(layer.shared.router, r)));
+                for (int e = item * RUN; e < std::min(router.experts, (item + 1) * RUN); ++e)
+                    scores_[size_t(r) * router.experts + e] =
+                        product(router.weight + size_t(e) * hidden_, r) + (router.bias ? router.bias[e] : 0);
+            }
         });
     }
 
@@ -163,12 +205,31 @@ private:
                         slot - first_[expert], false);
     }
 
-    // Items of the experts that have slots: body(expert, 0) .. body(expert, runs - 1). There are as many items as
-    // could be needed: a worker that comes late must not count by what the next layer's router has left.
-    template <typename Body>
-    void each_active(edgellm::Worker& worker, const edgellm::Router& router, int runs, const Body& body) const {
-        worker.each(std::min(router.experts, rows_ * router.used) * runs, [&](int item) {
-            if (item / runs < *active_count_) body(active_[item / runs], item % runs);
+    // So many panels or groups, some in each item.
+    struct Runs {
+        int all, some;
+        int count() const { return (all + some - 1) / some; }
+        int first(int run) const { return run * some; }
+        int end(int run) const { return std::min(all, first(run) + some); }
+    };
+    static Runs runs_of(int all, int some) { return {all, some}; }
+
+    // Panels of the shared expert in an item; 1 where there is none.
+    int at_once(const edgellm::Linear& linear) const {
+        return linear.panels ? panels_at_once(linear, rows_, threads_) : 1;
+    }
+
+    // Items of the shared expert, shared_body(first, end), and of the experts that have slots, body(expert, first, end).
+    // There are as many items as could be needed: a worker that comes late must not count by what the next layer's
+    // router has left.
+    template <typename Body, typename SharedBody>
+    void each_active(edgellm::Worker& worker, const edgellm::Router& router, const Runs& runs, const Runs& shared,
+                     const Body& body, const SharedBody& shared_body) const {
+        const int before = shared.count(), each = runs.count();
+        worker.each(before + std::min(router.experts, rows_ * router.used) * each, [&](int item) {
+            if (item < before) return shared_body(shared.first(item), shared.end(item));
+            const int active = (item - before) / each, run = (item - before) % each;
+            if (active < *active_count_) body(active_[active], runs.first(run), runs.end(run));
         });
     }
 
@@ -179,4 +240,6 @@ private:
     int32_t *row_ = nullptr, *first_ = nullptr;     // [slots], [experts + 1]: the first slot of each
     int32_t *active_ = nullptr, *active_count_ = nullptr;  // experts that have slots
     char *x_ = nullptr, *activated_ = nullptr;      // quantized rows of each expert
+    float *shared_out_ = nullptr, *shared_share_ = nullptr;  // [rows, hidden], [rows]
+    char* shared_activated_ = nullptr;              // quantized rows of the shared expert
 };

@@ -10,18 +10,25 @@ from edgellm.kernels.experts.routing import Routing
 Floats = NDArray[np.float64]
 
 
-def shares(logits: Floats, routing: Routing) -> Floats:
+def shares(
+    logits: Floats, routing: Routing, selection_bias: NDArray[np.floating] | None = None
+) -> Floats:
     """Compute the share that each expert has in a row's output, 0 for those that are not chosen.
 
     Args:
-        logits: the router's logits `[C, X]`.
+        logits: the router's logits `[C, X]`, with their bias.
+        selection_bias: what is added to the scores `[X]` for the choice alone.
 
     Returns:
         Shares `[C, X]`.
     """
-    scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    scores /= scores.sum(axis=-1, keepdims=True)
-    chosen = np.argsort(-scores, axis=-1, kind="stable")[:, : routing.used]
+    if routing.scores == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+    ranks = scores if selection_bias is None else scores + selection_bias
+    chosen = np.argsort(-ranks, axis=-1, kind="stable")[:, : routing.used]
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
     if routing.normalized:

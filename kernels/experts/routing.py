@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+# Scores of a row's experts: the softmax of their logits, or the sigmoid of each.
+Scores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,13 +15,19 @@ class Routing:
 
     Attributes:
         experts: number of experts.
-        used: number of experts that a row goes through: those with the best scores, which are the
-            softmax of the logits.
-        normalized: whether the scores of a row's chosen experts are divided by their sum.
+        used: number of experts that a row goes through: those with the best scores.
+        normalized: whether the scores of a row's chosen experts are divided by their sum. With
+            softmax that is the softmax of the chosen logits alone.
         scale: factor of the sum of the experts' outputs.
+        bias: whether the logits have a bias.
+        selection_bias: whether the scores have a bias that counts in the choice alone
+            (Wang et al., arXiv:2408.15664).
     """
 
     experts: int
     used: int
     normalized: bool = True
     scale: float = 1.0
+    scores: Scores = "softmax"
+    bias: bool = False
+    selection_bias: bool = False

@@ -6,11 +6,12 @@
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
+#include "../lora/call.h"
 #include "../short_conv/call.h"
 
 namespace edgellm {
 
-enum Activation : int32_t { SILU, GELU_TANH };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
 enum Mixer : int32_t { ATTENTION, SHORT_CONV, DELTA_NET };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
@@ -20,7 +21,8 @@ struct Norm {
 
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
-    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all experts, one behind the other
+    // q, k and v are those of attention; gate without panels where there is none; with a router the three of all
+    // experts, one behind the other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Linear output_gate;  // of attention; without panels where there is none
     Norm attention_norm;
@@ -30,6 +32,8 @@ struct Layer {
     Norm post_mlp_norm;
     HeadNorms head_norms;
     Router router;
+    SharedExpert shared;
+    const float* sinks;    // [heads]
     ShortConv short_conv;
     DeltaNet delta_net;
     float scale, softcap;  // of the scores; softcap 0: none
@@ -54,6 +58,7 @@ struct Transformer {
     const Layer* layers;  // layer_count
     Norm final_norm;
     Linear embedding, head;  // the same panels where they are tied
+    ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
 };
@@ -73,6 +78,7 @@ struct StateSpan {
 // Rows of a step that are consecutive tokens of one sequence; the same fields as in native.py.
 struct Span {
     const int64_t* const* tables;  // the sequence's block ids in each pool
+    const Adapter* adapter;        // may be null
     const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head

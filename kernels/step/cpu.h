@@ -8,6 +8,7 @@ struct Buffers {
     edgellm::Rows x;
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
+    Adapters adapters;
 
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -44,6 +45,7 @@ struct Buffers {
         attended = take(edgellm::Rows::bytes(rows, width));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
         experts = Experts(m, rows, call.threads, take);
+        adapters = Adapters(call, take);
     }
 };
 
@@ -72,7 +74,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    static int phases(const edgellm::Transformer& model) { return 13 * model.layer_count + 5; }
+    int phases() const { return (13 + b_.adapters.phases()) * model_.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -87,9 +89,10 @@ public:
                 run_delta_net(worker, layer, l);
             else
                 run_attention(worker, layer, l);
-            add_product(worker, layer.o, mixer_out(layer), layer.post_attention_norm);
+            const Changed o{&layer, &edgellm::LayerChanges::o};
+            add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
-                run_experts(worker, layer);
+                run_experts(worker, layer, l);
             else
                 run_mlp(worker, layer);
         }
@@ -132,7 +135,7 @@ private:
             worker,
             [&](int r) {
                 if (l > call_.first_layer)
-                    complete(r, model_.layers[l - 1].down_bias, model_.layers[l - 1].post_mlp_norm);
+                    complete_layer(r, model_.layers[l - 1]);
                 normalize(layer.attention_norm, r, layer.any_fine());
             },
             weights(first));
@@ -179,9 +182,12 @@ private:
         const edgellm::Rows attended = mixer_out(layer);
         enter_layer(worker, l, layer.q);
         const int outputs = layer.mixed_outputs();
-        multiply(worker, {{&layer.q, b_.mixed},
-                          {&layer.k, b_.mixed + layer.q.outputs},
-                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs},
+        const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
+            v{&layer, &edgellm::LayerChanges::v, 2};
+        b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
+        multiply(worker, {{&layer.q, b_.mixed, q},
+                          {&layer.k, b_.mixed + layer.q.outputs, k},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
                           {&layer.output_gate, b_.mixed + layer.qkv_outputs()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
@@ -210,6 +216,7 @@ private:
     struct Product {
         const edgellm::Linear* linear;
         float* y;  // of the first row
+        Changed changed = {};
     };
 
     // Products of the same rows, one after the other.
@@ -226,18 +233,21 @@ private:
             const Product* p = products.begin();
             for (; item >= items(*p); ++p) item -= items(*p);
             const int run = run_of(*p), first = item * run;
-            multiply_panels(*p->linear, first, std::min(p->linear->count(), first + run), x, rows,
-                            p->y + size_t(first) * edgellm::PANEL, step, add);
+            const int end = std::min(p->linear->count(), first + run);
+            float* y = p->y + size_t(first) * edgellm::PANEL;
+            multiply_panels(*p->linear, first, end, x, rows, y, step, add);
+            b_.adapters.expand(p->changed, first, end, y, step);
         });
     }
 
     // What the residual adds, now or, where a norm comes before that, in `complete`.
-    void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const edgellm::Rows& x,
-                     const edgellm::Norm& post) const {
+    void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const Changed& changed,
+                     const edgellm::Rows& x, const edgellm::Norm& post) const {
+        b_.adapters.shrink(worker, {changed}, linear.inputs);
         if (post.weight)
-            multiply(worker, {{&linear, b_.branch}}, x, model_.hidden, false);
+            multiply(worker, {{&linear, b_.branch, changed}}, x, model_.hidden, false);
         else
-            multiply(worker, {{&linear, b_.residual}}, x, model_.hidden, true);
+            multiply(worker, {{&linear, b_.residual, changed}}, x, model_.hidden, true);
     }
 
     void complete(int r, const float* bias, const edgellm::Norm& post) const {
@@ -251,6 +261,11 @@ private:
         float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
         scaled_norm(branch, post, model_.hidden, model_.epsilon, normed);
         add_to(residual, normed, model_.hidden);
+    }
+
+    // Experts have added their biases, each by its share.
+    void complete_layer(int r, const edgellm::Layer& layer) const {
+        complete(r, layer.has_experts() ? nullptr : layer.down_bias, layer.post_mlp_norm);
     }
 
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
@@ -284,6 +299,7 @@ private:
             scaled_norm(x, norm, model_.hidden, model_.epsilon, normed);
             x = normed;
         }
+        b_.adapters.keep(r, x, 0, model_.hidden);
         quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.x, r, fine);
     }
 
@@ -299,8 +315,7 @@ private:
     }
 
     void finish(int r) const {
-        const edgellm::Layer& last = model_.layers[call_.last_layer - 1];
-        complete(r, last.down_bias, last.post_mlp_norm);
+        complete_layer(r, model_.layers[call_.last_layer - 1]);
         const float* x = b_.residual + size_t(r) * model_.hidden;
         float* out = call_.states + size_t(r) * model_.hidden;
         if (call_.last_layer < model_.layer_count) {
@@ -368,7 +383,8 @@ private:
                                            span.start,
                                            layer.window,
                                            layer.scale,
-                                           layer.softcap};
+                                           layer.softcap,
+                                           layer.sinks};
             attend_rows(kv_of(layer, at.span), queries,
                         {layer.slot, at.kv_head, first, rows, from, to,
                          part(heads, at.span, at.split, at.kv_head, first), next_row});
@@ -377,7 +393,6 @@ private:
 
     void join_splits(const edgellm::Layer& layer, const edgellm::Heads& heads, const edgellm::Rows& attended,
                      int r) const {
-        const edgellm::KV& kv = call_.pools[layer.pool];
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
         const int span = span_of_[r], group = heads.group;
         for (int head = 0; head < heads.heads; ++head) {
@@ -385,20 +400,25 @@ private:
             float* sum = part(heads, span, 0, kv_head, row);
             for (int s = 1; s < heads.spans[span].splits; ++s)
                 join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
-            finish_row(kv, sum, out + head * heads.head_dim);
+            finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out + head * heads.head_dim);
         }
         if (layer.output_gate.panels) {
             const float* gate = b_.mixed + size_t(r) * layer.mixed_outputs() + layer.qkv_outputs();
             for (int i = 0; i < heads.width(); i += LANES) store(out + i, load(out + i) * sigmoid(load(gate + i)));
         }
+        b_.adapters.keep(r, out, 0, heads.width());
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);
     }
 
     void activate(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& out) const {
         const int groups = layer.up.outputs / edgellm::GROUP, run = groups_at_once(layer);
+        const std::initializer_list<Changed> changed{{&layer, &edgellm::LayerChanges::gate, 0},
+                                                     {&layer, &edgellm::LayerChanges::up, 1}};
+        b_.adapters.shrink(worker, changed, model_.hidden);
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
-            activate_groups(layer, layer.gate, layer.up, first, end, b_.x, rows_, out);
+            activate_groups({layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation, &layer}, first, end,
+                            b_.x, rows_, out, b_.adapters);
         });
     }
 
@@ -412,10 +432,10 @@ private:
             },
             weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
         activate(worker, layer, activated);
-        add_product(worker, layer.down, activated, layer.post_mlp_norm);
+        add_product(worker, layer.down, {&layer, &edgellm::LayerChanges::down}, activated, layer.post_mlp_norm);
     }
 
-    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+    void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const size_t hidden = model_.hidden;
         every_row(worker, [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
@@ -424,11 +444,13 @@ private:
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
                 std::memcpy(b_.experts.normed(r), x, 4 * hidden);
+            if (layer.shared.up.panels)
+                quantize_groups(b_.experts.normed(r), 0, model_.hidden / edgellm::GROUP, b_.x, r, false);
         });
-        b_.experts.run(worker, layer);
+        b_.experts.run(worker, model_, l, b_.x);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
-            b_.experts.sum(layer.router, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
+            b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
     }
 
@@ -449,7 +471,7 @@ inline int32_t step(const edgellm::StepCall& call) {
     const edgellm::Places places = edgellm::places_of(call);
     const Buffers buffers(call, places, call.workspace + (64 - before), bytes);
     Step job(call, places, buffers);
-    edgellm::run_team(call.threads, Step::phases(*call.model), [&](edgellm::Worker& worker) { job.run(worker); });
+    edgellm::run_team(call.threads, job.phases(), [&](edgellm::Worker& worker) { job.run(worker); });
     return !job.stopped();
 }
 

@@ -145,7 +145,15 @@ class DeviceLayer:
     def of(
         cls, weights: Weights, index: int, ropes: Sequence[DeviceRope], device: str
     ) -> DeviceLayer:
+        """Move the weights of a layer to the device.
+
+        Raises:
+            ValueError: the layer has a part that Triton kernels do not compute.
+        """
         layer = weights.layers[index]
+        absent = layer.routing, layer.sinks, layer.mixer
+        if any(part is not None for part in absent) or layer.activation == "clamped_swiglu":
+            raise ValueError("experts, sinks, states or a clamped SwiGLU; these kernels have none")
         norms, head_dim = layer.head_norms, layer.head_dim
 
         def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
@@ -275,6 +283,8 @@ class DeviceLayer:
         """Compute the MLP up to the input of `down`; return that if it is codes."""
         inputs, norm = self._inputs(self.mlp_norm, buffers)
         gated, few = self.gate is not None, len(inputs) <= FEW_ROWS
+        activation = self.host.activation
+        assert activation != "clamped_swiglu"
         linear(
             inputs,
             self.up if self.gate is None else self.gate,
@@ -283,7 +293,7 @@ class DeviceLayer:
             norm=norm,
             epsilon=self.epsilon,
             bias=self.gate_bias if gated else self.up_bias,
-            activation=self.host.activation,
+            activation=activation,
             up=self.up if gated else None,
             up_bias=self.up_bias if gated else None,
             coded=buffers.residual if ready else None,

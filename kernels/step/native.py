@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,13 @@ from numpy.typing import NDArray
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
+from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
+from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.lora.native import NativeAdapter
 from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -32,6 +36,7 @@ from edgellm.kernels.step.weights import (
     VECTORS,
     LayerWeights,
     Weights,
+    check_adapter,
     check_pools,
     check_weights,
 )
@@ -48,8 +53,8 @@ class _Router(ctypes.Structure):
     """Router of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection")),
+        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
         ("scale", ctypes.c_float),
     ]
 
@@ -58,8 +63,29 @@ class _Router(ctypes.Structure):
         routing = layer.routing
         if routing is None:
             return cls()
-        counts = routing.experts, routing.used, routing.normalized
-        return cls(address(layer.router), *counts, routing.scale)
+        return cls(
+            *map(address, (layer.router, layer.router_bias, layer.selection_bias)),
+            routing.experts,
+            routing.used,
+            routing.normalized,
+            routing.scores == "sigmoid",
+            routing.scale,
+        )
+
+
+class _SharedExpert(ctypes.Structure):
+    """Expert that all rows go through; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("gate", "up", "down")),
+        ("router", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, layer: LayerWeights) -> _SharedExpert:
+        if layer.shared is None:
+            return cls()
+        return cls(*map(layer_of, layer.shared), address(layer.shared_router))
 
 
 class _Layer(ctypes.Structure):
@@ -71,6 +97,8 @@ class _Layer(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
+        ("shared", _SharedExpert),
+        ("sinks", ctypes.c_void_p),
         ("short_conv", ShortConvLayer),
         ("delta_net", DeltaNetLayer),
         ("scale", ctypes.c_float),
@@ -89,6 +117,7 @@ class _Transformer(ctypes.Structure):
         ("final_norm_bias", ctypes.c_void_p),
         ("embedding", LinearLayer),
         ("head", LinearLayer),
+        ("expert_memory", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
@@ -98,8 +127,7 @@ class _Span(ctypes.Structure):
     """Span of a step; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        ("tables", ctypes.c_void_p),
-        ("states", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
     ]
 
@@ -165,6 +193,8 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
+        _SharedExpert.of(layer),
+        address(layer.sinks),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
         DeltaNetLayer.of(mixer) if isinstance(mixer, DeltaNetWeights) else DeltaNetLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
@@ -216,12 +246,15 @@ class FusedStep:
         weights: Weights,
         ropes: Sequence[RopeTable],
         pools: Sequence[KVBlocks | StateBlocks],
+        *,
+        expert_memory: int | None = None,
     ) -> None:
         """Take the addresses of all parts.
 
         Args:
             ropes: RoPE tables, which `LayerWeights.rope` indexes.
             pools: pools, which `LayerWeights.pool` indexes.
+            expert_memory: bytes of experts that stay in memory, see `ExpertMemory`; None: all do.
 
         Raises:
             ValueError: a part does not fit the others.
@@ -244,12 +277,19 @@ class FusedStep:
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
+        counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
+        self.expert_memory: ExpertMemory | None = None
+        if expert_memory is not None and any(counts):
+            self.expert_memory = ExpertMemory(
+                expert_memory, layers=len(counts), experts=max(counts)
+            )
         self._model = _Transformer(
             self._layers,
             address(weights.final_norm),
             address(weights.final_norm_bias),
             layer_of(weights.embedding),
             layer_of(weights.head, fine=True),
+            None if self.expert_memory is None else self.expert_memory.pointer,
             len(weights.layers),
             weights.embedding.inputs,
             weights.epsilon,
@@ -257,6 +297,7 @@ class FusedStep:
             weights.logit_softcap or 0.0,
         )
         self._workspaces: list[NDArray[np.uint8]] = []  # free ones, of ended calls
+        self._adapters: WeakKeyDictionary[AdapterWeights, NativeAdapter] = WeakKeyDictionary()
 
     def run(
         self,
@@ -281,7 +322,8 @@ class FusedStep:
             behind the group, and logits `[logit_rows, V]`, span after span; None: it was stopped.
 
         Raises:
-            ValueError: a token, block, position or layer does not exist.
+            ValueError: a token, block, position or layer does not exist, or an adapter is for
+                another model.
         """
         weights = self._weights
         check_spans(spans, pools=len(self._pools))
@@ -312,6 +354,7 @@ class FusedStep:
                 *(
                     _Span(
                         address(at),
+                        self._adapter(span.adapter),
                         None if of is None else ctypes.addressof(of),
                         len(span.tokens),
                         span.start,
@@ -351,6 +394,20 @@ class FusedStep:
         except IndexError:  # the first call, or other threads use all
             workspace = np.empty(0, np.uint8)
         return workspace if workspace.nbytes >= size else np.empty(size, np.uint8)
+
+    def _adapter(self, adapter: AdapterWeights | None) -> int | None:
+        """Return the address of an adapter, which is checked when it is first used.
+
+        Raises:
+            ValueError: the adapter is for another model.
+        """
+        if adapter is None:
+            return None
+        known = self._adapters.get(adapter)
+        if known is None:
+            check_adapter(adapter, self._weights)
+            known = self._adapters[adapter] = NativeAdapter(adapter)
+        return known.address
 
     def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
         """Return a span's block ids in each pool, after checks.

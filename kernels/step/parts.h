@@ -4,6 +4,7 @@
 #include "../linear/peak.h"
 #include "../kv_append/cpu.h"
 #include "../attention/cpu.h"
+#include "../lora/cpu.h"
 #include "mlp.h"
 #include "../delta_net/cpu.h"
 #include "../experts/cpu.h"

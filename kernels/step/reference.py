@@ -15,6 +15,8 @@ from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear.reference import linear as int8_linear
+from edgellm.kernels.lora import LowRank
+from edgellm.kernels.lora.reference import change
 from edgellm.kernels.rope import reference as rope
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, Weights
@@ -23,6 +25,7 @@ Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
 # Matrices whose inputs have 16 bits in the kernels.
 _FINE = ("v", "delta_a", "delta_b")
+Changes = Mapping[str, LowRank]
 # Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
 
@@ -35,6 +38,7 @@ def forward(
     *,
     format: KVFormat,
     rounded: bool = True,
+    adapter: Changes | None = None,
 ) -> tuple[Floats, Floats]:
     """Compute hidden states and logits of all tokens of a sequence, from its start.
 
@@ -43,13 +47,14 @@ def forward(
             `LayerWeights`; names in a layer are written `layers.0.q`.
         ropes: frequencies and magnitude of each RoPE.
         rounded: whether linear layers round their inputs, as the C++ kernels do.
+        adapter: changes of linear layers, under the names of `matrices`.
 
     Returns:
         Hidden states after the final norm `[C, E]` and logits `[C, V]`.
     """
     x = embed(weights, matrices, tokens)
     every = range(len(weights.layers))
-    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded)
+    x = through(weights, matrices, x, every, ropes, format=format, rounded=rounded, adapter=adapter)
     states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
     logits = states @ matrices["head"].T.astype(np.float64)
     if weights.logit_softcap is not None:
@@ -71,6 +76,7 @@ def through(
     *,
     format: KVFormat,
     rounded: bool = True,
+    adapter: Changes | None = None,
 ) -> Floats:
     """Take the residual `[C, E]` of all tokens of a sequence through a run of layers.
 
@@ -78,7 +84,7 @@ def through(
     """
     for index in layers:
         layer = weights.layers[index]
-        product_of = partial(_products, matrices, f"layers.{index}.", rounded)
+        product_of = partial(_products, matrices, adapter or {}, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         if layer.mixer is None:
@@ -89,9 +95,8 @@ def through(
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
         normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
-        down = _biased(_feed_forward(normed, layer, product_of), layer.down_bias)
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
-        x = x + norm(down, *post, weights.epsilon)
+        x = x + norm(_feed_forward(normed, layer, product_of), *post, weights.epsilon)
     return x
 
 
@@ -123,6 +128,7 @@ def _attention(
         window=layer.window,
         scale=layer.scale,
         softcap=layer.softcap,
+        sinks=layer.sinks,
     )
     attended = attended.reshape(len(x), -1)
     if layer.q_gate is None:
@@ -141,33 +147,51 @@ def _mixed(x: Floats, mixer: StateMixer, product: _Product, epsilon: float) -> F
 def _feed_forward(
     x: Floats, layer: LayerWeights, product_of: Callable[[int, int], _Product]
 ) -> Floats:
-    """Compute the MLP, or the experts that the router chooses for each row.
+    """Compute the MLP, or the experts that the router chooses for each row, and the shared one.
 
     Args:
         product_of: gives the products of one of so many parts of the layer.
     """
     if layer.routing is None or layer.router is None:
-        product = product_of(0, 1)
-        return product(_mlp(x, layer, product), "down")
+        return _mlp(x, layer, product_of(0, 1))
     count, out = layer.routing.experts, np.zeros_like(x)
-    shares = experts.shares(x @ layer.router.T.astype(np.float64), layer.routing)
+    logits = _biased(x @ layer.router.T.astype(np.float64), layer.router_bias)
+    shares = experts.shares(logits, layer.routing, layer.selection_bias)
     for expert in range(count):
         rows = shares[:, expert] > 0
         if rows.any():
-            product = product_of(expert, count)
-            y = product(_mlp(x[rows], layer, product), "down")
+            y = _mlp(x[rows], layer, product_of(expert, count), expert, count)
             out[rows] += shares[rows, expert, None] * y
-    return out
+    if layer.shared is None:
+        return out
+    product, share = product_of(0, 1), np.ones((len(x), 1))
+    if layer.shared_router is not None:
+        share = 1 / (1 + np.exp(-x @ layer.shared_router.astype(np.float64)))[:, None]
+    inner = gated(product(x, "shared_gate"), product(x, "shared_up"), layer.activation)
+    return out + share * product(inner, "shared_down")
 
 
-def _mlp(x: Floats, layer: LayerWeights, product: _Product) -> Floats:
-    up = _biased(product(x, "up"), layer.up_bias)
-    if layer.gate is None:
-        return activate(up, layer.activation)
-    return activate(_biased(product(x, "gate"), layer.gate_bias), layer.activation) * up
+def _mlp(
+    x: Floats, layer: LayerWeights, product: _Product, expert: int = 0, count: int = 1
+) -> Floats:
+    """Compute an MLP, which may be one of `count` experts."""
+
+    def biased(x: Floats, name: str) -> Floats:
+        bias = getattr(layer, f"{name}_bias")
+        return _biased(product(x, name), None if bias is None else np.split(bias, count)[expert])
+
+    up = biased(x, "up")
+    inner = (
+        activate(up, layer.activation)
+        if layer.gate is None
+        else gated(biased(x, "gate"), up, layer.activation)
+    )
+    return biased(inner, "down")
 
 
-def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: int) -> _Product:
+def _products(
+    matrices: Matrices, changes: Changes, prefix: str, rounded: bool, part: int, parts: int
+) -> _Product:
     """Return a function for the products of one layer, or of one of its experts.
 
     Some take their input unrounded, because the kernels round it to 16 bits.
@@ -177,19 +201,28 @@ def _products(matrices: Matrices, prefix: str, rounded: bool, part: int, parts: 
     """
 
     def product(x: Floats, name: str) -> Floats:
-        weight = np.split(matrices[prefix + name], parts)[part]
+        weight, by = np.split(matrices[prefix + name], parts)[part], changes.get(prefix + name)
+        added = 0.0 if by is None else change(x, by)
         if rounded and name not in _FINE:
-            return int8_linear(x.astype(np.float32), weight)
-        return x @ weight.T.astype(np.float64)
+            return int8_linear(x.astype(np.float32), weight) + added
+        return x @ weight.T.astype(np.float64) + added
 
     return product
 
 
 def activate(x: Floats, activation: Activation) -> Floats:
     """Apply SiLU, or GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415)."""
-    if activation == "silu":
-        return np.asarray(x / (1 + np.exp(-x)))
-    return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+    if activation == "gelu_tanh":
+        return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
+    """Compute `activation(gate) * up`, or the clamped form of gpt-oss (arXiv:2508.10925)."""
+    if activation != "clamped_swiglu":
+        return activate(gate, activation) * up
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return np.asarray(gate / (1 + np.exp(-1.702 * gate)) * (up + 1))
 
 
 def norm(

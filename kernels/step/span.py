@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BlockTable
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 Floats = NDArray[np.float32]
@@ -26,12 +27,14 @@ class StepSpan:
         tokens: token ids.
         start: position of the first token.
         logit_rows: number of last tokens that go through the LM head.
+        adapter: adapter of the tokens, in C++ alone; None: the model as it is.
     """
 
     tables: Sequence[BlockTable]
     tokens: Sequence[int]
     start: int
     logit_rows: int
+    adapter: AdapterWeights | None = None
     states: Sequence[StateView | None] = ()
 
 

@@ -14,12 +14,13 @@ from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks
 
 Floats = NDArray[np.float32]
-Activation = Literal["silu", "gelu_tanh"]
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 # Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
 # projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
 # `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
@@ -41,8 +42,14 @@ class LayerWeights:
             are added to the residual.
         attention_norm_bias ...: biases; a norm with a bias is a layer norm, else it is an RMS norm.
         router: weight of the router `[experts, E]`, or None. With a router gate and up are those of
-            all experts, one behind the other, `[experts * F, E]`; so is down, `[experts * E, F]`.
+            all experts, one behind the other, `[experts * F, E]`; so is down, `[experts * E, F]`,
+            and so are their biases.
+        router_bias, selection_bias: biases `[experts]` of the logits, and of the scores in the
+            choice of experts alone.
         routing: choice of experts by the router's logits; None without a router.
+        shared_gate, shared_up, shared_down: expert that all rows go through beside the chosen ones.
+        shared_router: weight `[E]` whose product's sigmoid is that expert's share; None: 1.
+        sinks: for each query head a score without key and value, `[heads]`.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
         pool: index of the pool with the layer's K and V or state, as the next of that pool's
@@ -78,7 +85,14 @@ class LayerWeights:
     post_mlp_norm: Floats | None = None
     post_mlp_norm_bias: Floats | None = None
     router: Floats | None = None
+    router_bias: Floats | None = None
+    selection_bias: Floats | None = None
     routing: Routing | None = None
+    shared_gate: PackedWeights | None = None
+    shared_up: PackedWeights | None = None
+    shared_down: PackedWeights | None = None
+    shared_router: Floats | None = None
+    sinks: Floats | None = None
     head_norms: HeadNorms | None = None
     activation: Activation = "silu"
     rope: int = 0
@@ -107,11 +121,17 @@ class LayerWeights:
         return self.q, self.k, self.v
 
     @property
+    def shared(self) -> tuple[PackedWeights, PackedWeights, PackedWeights] | None:
+        """Gate, up and down of the shared expert; None: there is none."""
+        gate, up, down = self.shared_gate, self.shared_up, self.shared_down
+        return None if gate is None or up is None or down is None else (gate, up, down)
+
+    @property
     def linears(self) -> tuple[PackedWeights, ...]:
         gate = () if self.gate is None else (self.gate,)
         mixer = self.qkv if self.mixer is None else self.mixer.linears
         of_outputs = () if self.q_gate is None else (self.q_gate,)
-        return *mixer, *of_outputs, self.o, *gate, self.up, self.down
+        return *mixer, *of_outputs, self.o, *gate, self.up, self.down, *(self.shared or ())
 
 
 # Vector in LayerWeights -> linear layer with as many outputs, or "hidden" for the residual's width.
@@ -210,7 +230,10 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
     for name, of in VECTORS.items():
         vector = getattr(layer, name)
         if vector is not None:
-            _require_floats(name, vector, sizes.get(of, intermediate))
+            each = experts if name == "down_bias" else 1
+            _require_floats(name, vector, each * sizes.get(of, intermediate))
+    if layer.sinks is not None:
+        _require_floats("sinks", layer.sinks, layer.heads)
     for name in VECTORS:
         lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
         if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
@@ -240,10 +263,14 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
     """Check the router of a layer; returns its number of experts, 1 without a router."""
     routing, router = layer.routing, layer.router
     if routing is None and router is None:
+        if layer.shared is not None:
+            raise ValueError("a shared expert without a router")
         return 1
     if routing is None or router is None:
         raise ValueError("router without routing, or routing without router")
-    experts, biases = routing.experts, (layer.gate_bias, layer.up_bias, layer.down_bias)
+    if layer.gate is None:
+        raise ValueError("experts without a gate; needed is one")
+    experts = routing.experts
     if not 1 <= routing.used <= experts:
         raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
     if router.dtype != np.float32 or router.shape != (experts, hidden):
@@ -255,9 +282,31 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
             f"{experts} experts have {layer.up.outputs} outputs of up; needed are as many for "
             f"each, in pairs of panels of {PANEL}"
         )
-    if any(bias is not None for bias in biases):
-        raise ValueError("experts with biases of gate, up or down; these have none")
+    biases = {"router_bias": routing.bias, "selection_bias": routing.selection_bias}
+    for name, needed in biases.items():
+        bias = getattr(layer, name)
+        _require(f"{name} is there", bias is not None, needed)
+        if bias is not None:
+            _require_floats(name, bias, experts)
+    _check_shared(layer, hidden)
     return experts
+
+
+def _check_shared(layer: LayerWeights, hidden: int) -> None:
+    """Check the shared expert of a layer, if there is one."""
+    parts = layer.shared_gate, layer.shared_up, layer.shared_down
+    if layer.shared is None:
+        if any(part is not None for part in (*parts, layer.shared_router)):
+            raise ValueError("a part of a shared expert; needed are gate, up and down")
+        return
+    gate, up, down = layer.shared
+    for name, linear in (("shared_gate", gate), ("shared_up", up)):
+        _require(name, (linear.outputs, linear.inputs), (up.outputs, hidden))
+    _require("shared_down", (down.outputs, down.inputs), (hidden, up.outputs))
+    if up.outputs % (2 * PANEL):
+        raise ValueError(f"shared_up has {up.outputs} outputs; needed are pairs of panels")
+    if layer.shared_router is not None:
+        _require_floats("shared_router", layer.shared_router, hidden)
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
@@ -289,6 +338,24 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         )
     if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
+    """Refuse an adapter that was made for another model, or that changes experts or mixers with
+    states.
+
+    Raises:
+        ValueError: the number of layers or the shape of a change differs.
+    """
+    _require("layers of the adapter", len(adapter.layers), len(weights.layers))
+    for index, (changes, layer) in enumerate(zip(adapter.layers, weights.layers, strict=True)):
+        for name, change in changes.items():
+            linear = getattr(layer, name)
+            of_experts = layer.routing is not None and name in ("gate", "up", "down")
+            if linear is None or of_experts or (layer.mixer is not None and name == "o"):
+                raise ValueError(f"layers.{index} has no {name} that an adapter can change")
+            shape = change.outputs, change.inputs
+            _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
 
 
 def _pool_sizes(layer: LayerWeights) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|qwen35|experts]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|qwen35|experts|olmoe]
 
-    TinyLlama, Llama 3 8B, Qwen3-0.6B, Qwen3.5-0.8B, a quarter of the layers of Qwen3-30B-A3B
+    TinyLlama, Llama 3 8B, Qwen3-0.6B, Qwen3.5-0.8B, a quarter of the layers of Qwen3-30B-A3B,
+    OLMoE 1B-7B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -47,6 +48,7 @@ SHAPES = {
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
     "qwen35": Shape(248_320, 1024, 3584, 24, 8, 2, 256, "qwen35", delta_heads=16),
     "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
+    "olmoe": Shape(50_304, 2048, 1024, 16, 16, 16, 128, "olmoe", experts=64, used=8),
     "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
 
@@ -145,9 +147,12 @@ def main() -> None:
         ones(f"{block}.{before_mlp}.weight", shape.hidden)
         if shape.attends(layer):
             size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-            if shape.architecture.startswith("qwen3"):
-                for norm in ("attn_q_norm", "attn_k_norm"):
-                    ones(f"{block}.{norm}.weight", shape.head_dim)
+            if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
+                widths = {"q": shape.head_dim, "k": shape.head_dim}
+                if shape.architecture == "olmoe":
+                    widths = {"q": size, "k": kv_size}
+                for part, width in widths.items():
+                    ones(f"{block}.attn_{part}_norm.weight", width)
             gated = 2 if shape.delta_heads else 1
             add(f"{block}.attn_q", gated * size, shape.hidden)
             add(f"{block}.attn_k", kv_size, shape.hidden)

@@ -17,7 +17,7 @@ from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.rope import reference as rope
-from edgellm.kernels.step.reference import activate, head_norm, norm
+from edgellm.kernels.step.reference import activate, gated, head_norm, norm
 
 _ATTENTION = Attention(heads=6, kv_heads=2, head_dim=16)
 _MLP = Mlp(intermediate=160)
@@ -192,43 +192,58 @@ def after_attention(
     checkpoint: Any, layer: int, attended: np.ndarray, residual: np.ndarray
 ) -> np.ndarray:
     """The residual behind a layer."""
-    name, mlp = f"layers.{layer}", checkpoint.config.layers[layer].mlp
+    name, here = f"layers.{layer}", checkpoint.config.layers[layer]
     added = product(checkpoint, f"{name}.o", attended)
     residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
-    if checkpoint.config.layers[layer].experts is not None:
+    if here.experts is not None:
         added = experts(checkpoint, layer, x)
-        return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
-    up = product(checkpoint, f"{name}.up", x)
-    if mlp.gated:
-        inner = activate(product(checkpoint, f"{name}.gate", x), mlp.activation) * up
     else:
-        inner = activate(up, mlp.activation)
-    added = product(checkpoint, f"{name}.down", inner)
+        up = product(checkpoint, f"{name}.up", x)
+        gate = product(checkpoint, f"{name}.gate", x) if here.mlp.gated else None
+        added = product(checkpoint, f"{name}.down", inner(gate, up, here.mlp.activation))
     return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
 
 
+def inner(gate: np.ndarray | None, up: np.ndarray, activation: Any) -> np.ndarray:
+    """What the second product of an MLP takes."""
+    return activate(up, activation) if gate is None else gated(gate, up, activation)
+
+
 def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
-    """The experts of a layer, row by row."""
+    """The experts of a layer, row by row, and the one of all rows."""
     here, name = checkpoint.config.layers[layer], f"layers.{layer}"
-    routing, size = here.experts, here.mlp.intermediate
-    gate, up, down = (
-        checkpoint.tensor(f"{name}.{part}").float32().astype(np.float64)
-        for part in ("gate", "up", "down")
-    )
-    scores = product(checkpoint, f"{name}.router", x)
-    scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+    routing, activation = here.experts, here.mlp.activation
+    stacks = {}
+    for part in ("gate", "up", "down"):
+        whole = checkpoint.tensor(f"{name}.{part}").float32().astype(np.float64)
+        bias = vector(checkpoint, f"{name}.{part}_bias")
+        bias = np.zeros(len(whole)) if bias is None else bias
+        stacks[part] = list(
+            zip(*(np.split(a, routing.experts) for a in (whole, bias)), strict=True)
+        )
+    logits = product(checkpoint, f"{name}.router", x)
+    scores = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores /= scores.sum(axis=1, keepdims=True)
+    if routing.scores == "sigmoid":
+        scores = 1 / (1 + np.exp(-logits))
+    selection = vector(checkpoint, f"{name}.selection_bias")
     added = np.zeros_like(x)
     for row, each in enumerate(scores):
-        chosen = np.argsort(-each)[: routing.used]
+        chosen = np.argsort(-each if selection is None else -(each + selection))[: routing.used]
         total = each[chosen].sum() if routing.normalized else 1.0
         for expert in chosen:
-            rows = slice(expert * size, (expert + 1) * size)
-            inner = activate(gate[rows] @ x[row], here.mlp.activation) * (up[rows] @ x[row])
-            wide = slice(expert * x.shape[1], (expert + 1) * x.shape[1])
-            added[row] += routing.scale * each[expert] / total * (down[wide] @ inner)
-    return added
+            (gate, up, down) = (stacks[part][expert] for part in ("gate", "up", "down"))
+            middle = inner(gate[0] @ x[row] + gate[1], up[0] @ x[row] + up[1], activation)
+            y = down[0] @ middle + down[1]
+            added[row] += routing.scale * each[expert] / total * y
+    if here.shared is None:
+        return added
+    gate, up = (product(checkpoint, f"{name}.shared_{part}", x) for part in ("gate", "up"))
+    y = product(checkpoint, f"{name}.shared_down", inner(gate, up, activation))
+    if here.shared.routed:
+        y = y / (1 + np.exp(-x @ vector(checkpoint, f"{name}.shared_router")))[:, None]
+    return added + y
 
 
 def short_conv(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
@@ -310,6 +325,7 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
         window=here.window,
         scale=here.scale,
         softcap=here.softcap,
+        sinks=vector(checkpoint, f"{name}.sinks"),
     )
     attended = attended.reshape(len(x), -1)
     if here.output_gate:

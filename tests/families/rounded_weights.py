@@ -12,19 +12,22 @@ from edgellm.llm import LLM
 from edgellm.quantize.int8 import quantize_groups
 
 # Parts of models of transformers that stay in float32.
-_EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight")
+_EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight", "_bias")
 
 
 def round_weights(model: Any) -> None:
     """Round all matrices but the exact ones to numbers that int8 groups hold."""
     import torch
 
+    columns_first = model.config.model_type == "gpt_oss"
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.ndim > 1 and not key.endswith(_EXACT):
-                rows = weight.numpy().reshape(-1, weight.shape[-1])
-                exact = dequantize(quantize_groups(rows)).reshape(weight.shape)
-                weight.copy_(torch.tensor(exact))
+                turned = weight
+                if columns_first and ".experts." in key:
+                    turned = weight.swapaxes(1, 2)
+                rows = turned.numpy().reshape(-1, turned.shape[-1])
+                turned.copy_(torch.tensor(dequantize(quantize_groups(rows)).reshape(turned.shape)))
 
 
 def found(llm: LLM, tokens: list[int], length: int) -> np.ndarray:

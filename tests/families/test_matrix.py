@@ -8,7 +8,10 @@ from tiny_families import FAMILIES
 
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = ("gemma3_text",)
-WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
+WITH_EXPERTS = (
+    *("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss"),
+)
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 WITH_STATES = ("lfm2", "lfm2_narrow", *DELTA_NETS)
 NATIVE_ALONE = (*WITH_EXPERTS, *WITH_STATES)

@@ -211,6 +211,53 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "GraniteMoe",
         {**_MULTIPLIERS, "num_local_experts": 7, "num_experts_per_tok": 3},
     ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 96,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+            "rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "norm_eps": 1e-3,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 32,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 8,
+            "rope_parameters": {**_YARN, "truncate": False},
+        },
+    ),
 }
 
 
@@ -225,9 +272,15 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     text = kind.removesuffix("Text")
     model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
     with torch.no_grad():
-        for key, weight in model.named_parameters():
-            if weight.ndim == 1:
-                weight += 0.3 * torch.randn_like(weight)
+        choices = (
+            each
+            for each in model.named_buffers()
+            if each[0].endswith(("_correction_bias", "expert_bias"))
+        )
+        for key, weight in (*model.named_parameters(), *choices):
+            if weight.ndim == 1 or key.endswith("_bias"):
+                # as far as the clamp of gpt-oss
+                weight += (2 if "gate_up" in key else 0.3) * torch.randn_like(weight)
             else:
                 spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
                 weight.copy_(spread * torch.randn_like(weight))

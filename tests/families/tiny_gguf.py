@@ -19,6 +19,7 @@ from small_vocabulary import sentencepiece_metadata
 Tensors = dict[str, np.ndarray]
 Keys = Callable[[gguf.GGUFWriter], None]
 ARCH = gguf.MODEL_ARCH
+F32 = gguf.GGMLQuantizationType.F32
 
 
 def nothing(writer: gguf.GGUFWriter) -> None:
@@ -131,6 +132,33 @@ def _delta_sizes(
     w.add_ssm_inner_size(value_dim * value_heads)
 
 
+def lfm2_moe(w: gguf.GGUFWriter) -> None:
+    lfm2(w)
+    w.add_leading_dense_block_count(1)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    w.add_expert_weights_scale(1.3)
+
+
+def gpt_oss(w: gguf.GGUFWriter) -> None:
+    yarn(w)
+    w.add_sliding_window(8)
+    w.add_expert_feed_forward_length(96)
+
+
+def glm4_moe(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_rope_dimension_count(16)
+    w.add_expert_shared_count(2)
+    w.add_leading_dense_block_count(1)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    w.add_expert_weights_scale(1.8)
+    w.add_expert_weights_norm(True)
+
+
+def qwen2_moe(w: gguf.GGUFWriter) -> None:
+    w.add_expert_shared_feed_forward_length(96)
+
+
 def with_vocabulary(keys: Keys) -> Keys:
     """With a tokenizer of `VOCABULARY` tokens, so that the file can be exported."""
 
@@ -172,6 +200,10 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
     "granitemoe": (ARCH.GRANITE_MOE, granite_multipliers, {}),
+    "qwen2_moe": (ARCH.QWEN2MOE, qwen2_moe, {}),
+    "lfm2_moe": (ARCH.LFM2MOE, lfm2_moe, {}),
+    "glm4_moe": (ARCH.GLM4_MOE, glm4_moe, {}),
+    "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
 }
 PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.SMOLLM3, ARCH.MISTRAL3)
 PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35)
@@ -210,8 +242,8 @@ def convert(
         less_one = key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")
         tensors[name] = values + 1 if arch in PLUS_ONE and less_one else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        exact = values.ndim == 1 or name.endswith(EXACT)
-        stored = gguf.GGMLQuantizationType.F32 if exact else kind
+        exact = name.endswith(EXACT)
+        stored = kind if name.endswith(".weight") and values.ndim > 1 and not exact else F32
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
         )
@@ -231,15 +263,17 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     width, kv_heads = config.intermediate_size, config.num_key_value_heads
-    if config.model_type == "lfm2":
+    if config.model_type.startswith("lfm2"):
         attends = [kind == "full_attention" for kind in config.layer_types]
         kv_heads = [kv_heads * each for each in attends]
+    if config.model_type == "lfm2":
         multiple = config.block_multiple_of
         width = multiple * -(-int(2 * width / 3) // multiple)
     writer.add_feed_forward_length(width)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads)
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    keys = "num_experts", "num_local_experts", "n_routed_experts"
+    experts = next(filter(None, (getattr(config, key, None) for key in keys)), None)
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -248,7 +282,7 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "norm_epsilon"):
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
-        eps = config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps
+        eps = config.norm_eps if config.model_type.startswith("lfm2") else config.rms_norm_eps
         writer.add_layer_norm_rms_eps(eps)
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
@@ -289,13 +323,36 @@ def stacked(tensors: Tensors) -> Tensors:
     experts: dict[str, list[np.ndarray]] = defaultdict(list)
     for key, values in sorted(tensors.items(), key=lambda item: _expert(item[0])):
         if _expert(key) >= 0:
-            experts[re.sub(r"experts\.\d+", "experts", key)].append(values)
+            name = re.sub(r"experts\.\d+", "experts", key).removeprefix("model.")
+            # the map knows these names without, others with that
+            known = "feed_forward" in name
+            experts[name if known else f"model.{name}"].append(values)
+        elif "mlp.experts.gate_up_proj" in key:
+            for index, name in enumerate(("gate", "up")):
+                kept = key.replace("gate_up_proj", f"{name}_proj")
+                left |= _of_gpt_oss(kept, values[..., index::2])
+        elif "mlp.experts.down_proj" in key:
+            left |= _of_gpt_oss(key, values)
+        elif key.endswith("sinks"):
+            left[f"{key}.weight"] = values
+        elif key.endswith("feed_forward.expert_bias"):
+            left[f"{key}.bias"] = values
+        elif key.endswith("e_score_correction_bias"):
+            left[key.removesuffix("_bias") + ".bias"] = values
+        elif key.endswith("shared_expert_gate.weight"):
+            left[key] = values[0]
         elif "input_linear" in key:
             for name, part in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
                 left[key.replace("input_linear", f"experts.{name}")] = part
         else:
             left[key] = values
     return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
+
+
+def _of_gpt_oss(key: str, values: np.ndarray) -> Tensors:
+    if key.endswith("_bias"):
+        return {key.removesuffix("_bias") + ".bias": values}
+    return {f"{key}.weight": values.swapaxes(1, 2)}
 
 
 def _expert(key: str) -> int:

@@ -19,7 +19,7 @@ from tiny_gguf import FILES, convert
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig, repeated
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, SharedExpert
 from edgellm.graphs.stack import stacked
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import (
@@ -58,7 +58,9 @@ def test_config_survives_json() -> None:
 def test_a_layer_without_experts_is_written_as_before_there_were_any() -> None:
     values = json.loads(json.dumps(CONFIG.to_json()))
     assert "experts" in values["layers"][0]
-    assert "experts" not in values["layers"][1]
+    assert set(values["layers"][0]["experts"]) == {"experts", "used", "normalized", "scale"}
+    assert {"experts", "shared"}.isdisjoint(values["layers"][1])
+    assert "sinks" not in values["layers"][1]["attention"]
     assert ModelConfig.from_json(values) == CONFIG
 
 
@@ -79,10 +81,25 @@ def test_impossible_routings_are_refused(changes: dict[str, Any], words: str) ->
         replace(LAYER, experts=replace(ROUTING, **changes))
 
 
-@pytest.mark.parametrize("changes", [{"bias": True}, {"gated": False}])
-def test_experts_of_another_shape_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="biases or no gate"):
-        replace(LAYER, mlp=replace(LAYER.mlp, **changes))
+def test_experts_of_another_shape_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="experts without a gate"):
+        replace(LAYER, mlp=replace(LAYER.mlp, gated=False))
+    with pytest.raises(UnsupportedModelError, match="clamped SwiGLU without a gate"):
+        replace(LAYER.mlp, gated=False, activation="clamped_swiglu")
+    with pytest.raises(ModelFormatError, match="shared expert in a layer without experts"):
+        replace(LAYER, experts=None, shared=SharedExpert(intermediate=32))
+    with pytest.raises(UnsupportedModelError, match="shared expert's intermediate_size is 40"):
+        replace(CONFIG, layers=(replace(LAYER, shared=SharedExpert(intermediate=40)),))
+
+
+def test_parts_that_only_the_cpp_kernels_compute() -> None:
+    plain = replace(LAYER, experts=None)
+    sinks = replace(plain, mixer=replace(plain.attention, sinks=True))
+    clamped = replace(sinks, mlp=replace(plain.mlp, activation="clamped_swiglu"))
+    found = [
+        replace(CONFIG, layers=(each,)).native_parts for each in (plain, LAYER, sinks, clamped)
+    ]
+    assert found == ["", "experts", "attention sinks", "attention sinks and a clamped SwiGLU"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +122,26 @@ def test_tensors_are_stacked() -> None:
     assert shapes["gate"] == shapes["up"] == ((5 * 160, 96), "linear")
     assert shapes["down"] == ((5 * 96, 160), "linear")
     assert "router" not in {spec.name for spec in layer_tensors(CONFIG, 1)}
+
+
+def test_tensors_beside_the_stacks() -> None:
+    layer = replace(
+        LAYER,
+        mixer=replace(LAYER.attention, sinks=True),
+        mlp=replace(LAYER.mlp, bias=True),
+        experts=replace(ROUTING, bias=True, selection_bias=True),
+        shared=SharedExpert(intermediate=64, routed=True),
+    )
+    config = replace(CONFIG, layers=(layer,))
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    shapes = {spec.name: spec.shape for spec in layer_tensors(config, 0)}
+    assert shapes["sinks"] == (6,)
+    assert shapes["router_bias"] == shapes["selection_bias"] == (5,)
+    assert shapes["gate_bias"] == shapes["up_bias"] == (5 * 160,)
+    assert shapes["down_bias"] == (5 * 96,)
+    assert shapes["shared_router"] == (96,)
+    assert shapes["shared_gate"] == shapes["shared_up"] == (64, 96)
+    assert shapes["shared_down"] == (96, 64)
 
 
 def test_a_token_uses_a_part_of_the_parameters() -> None:
@@ -383,10 +420,10 @@ def test_tensors_of_other_dimensions_are_refused(
         ("expert_count", 6, ModelFormatError, "each of 6 experts|asks for"),
         ("expert_used_count", 6, ModelFormatError, "uses 6 experts of 5"),
         ("expert_feed_forward_length", 64, ModelFormatError, "asks for"),
-        ("expert_gating_func", 2, UnsupportedModelError, "expert_gating_func = 2"),
+        ("expert_gating_func", 4, UnsupportedModelError, "expert_gating_func = 4"),
         ("expert_shared_count", 1, UnsupportedModelError, "expert_shared_count = 1"),
         ("expert_shared_feed_forward_length", 32, UnsupportedModelError, "shared_feed_forward"),
-        ("expert_group_count", 4, UnsupportedModelError, "expert_group_count = 4 is not under"),
+        ("expert_group_count", 4, UnsupportedModelError, "expert_group_count = 4 is not supp"),
         ("expert_weights_scale", -1.0, ModelFormatError, "scale of the experts is -1"),
     ],
 )
@@ -402,6 +439,19 @@ def test_keys_of_the_router_count(tmp_path: Path) -> None:
     keys = {"expert_weights_norm": False, "expert_weights_scale": 2.5, "expert_gating_func": 1}
     config = open_checkpoint(file_of(tmp_path, **keys)).config
     assert config.layers[0].experts == Routing(experts=5, used=3, normalized=False, scale=2.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (2, {"scores": "sigmoid", "normalized": False}),
+        (3, {"scores": "softmax", "normalized": True}),
+    ],
+)
+def test_kinds_of_routers(tmp_path: Path, kind: int, expected: dict[str, Any]) -> None:
+    keys = {"expert_weights_norm": False, "expert_gating_func": kind}
+    config = open_checkpoint(file_of(tmp_path, **keys)).config
+    assert config.layers[0].experts == Routing(experts=5, used=3, **expected)
 
 
 def test_a_file_with_tensors_for_each_expert_is_refused(tmp_path: Path) -> None:

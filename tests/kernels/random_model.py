@@ -45,6 +45,9 @@ class Parts:
     routing: Routing | None = None
     mixer: str = "attention"
     output_gate: bool = False
+    shared: int = 0  # outputs of the shared expert
+    shared_router: bool = False
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,45 @@ HYBRIDS = {
         odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
     ),
 }
+# What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
+EXPERTS |= {
+    "biases, sinks and a clamp": Shape(
+        *(4, 2, 32),
+        window=40,
+        layers=2,
+        bias=True,
+        parts=Parts(
+            biases=True,
+            sinks=True,
+            activation="clamped_swiglu",
+            routing=Routing(experts=5, used=2, bias=True),
+        ),
+    ),
+    "sigmoid and a shared expert": Shape(
+        *(2, 1, 64),
+        layers=2,
+        intermediate=64,
+        parts=Parts(
+            routing=Routing(experts=11, used=3, scores="sigmoid", selection_bias=True, scale=1.8),
+            shared=96,
+        ),
+        odd=Shape(2, 1, 64, intermediate=96),
+    ),
+    "a shared expert by its share": Shape(
+        *(4, 4, 32),
+        parts=Parts(
+            routing=Routing(experts=6, used=4, normalized=False),
+            shared=224,
+            shared_router=True,
+            activation="gelu_tanh",
+        ),
+    ),
+    "sigmoid as it is": Shape(
+        *(4, 2, 32),
+        intermediate=32,
+        parts=Parts(routing=Routing(experts=4, used=2, normalized=False, scores="sigmoid")),
+    ),
+}
 # Wide enough for kinds with blocks of 256.
 WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
@@ -258,6 +300,7 @@ class Model:
                     up=self._linear(prefix + "up", experts * here.intermediate, shape.hidden),
                     down=self._linear(prefix + "down", experts * shape.hidden, here.intermediate),
                     router=None if routing is None else self._router(experts),
+                    **self._beside(prefix, here),
                     routing=routing,
                     head_norms=self._head_norms(here) if mixer is None else None,
                     activation=here.parts.activation,
@@ -323,6 +366,24 @@ class Model:
         hidden = self.shape.hidden
         return (self._rng.standard_normal((experts, hidden)) / np.sqrt(hidden)).astype("f4")
 
+    def _beside(self, prefix: str, here: Shape) -> dict[str, Any]:
+        """Biases of the router, the shared expert and the sinks, as far as a layer has them."""
+        parts, hidden, made = here.parts, self.shape.hidden, {}
+        if parts.routing is not None and parts.routing.bias:
+            made["router_bias"] = self._vector(parts.routing.experts)
+        if parts.routing is not None and parts.routing.selection_bias:
+            made["selection_bias"] = self._vector(parts.routing.experts)
+        if parts.shared:
+            sizes = {"gate": (parts.shared, hidden), "up": (parts.shared, hidden)}
+            sizes["down"] = hidden, parts.shared
+            for name, size in sizes.items():
+                made[f"shared_{name}"] = self._linear(f"{prefix}shared_{name}", *size)
+        if parts.shared_router:
+            made["shared_router"] = self._vector(hidden)
+        if parts.sinks:
+            made["sinks"] = 5 * self._vector(here.heads)
+        return made
+
     def _vector(self, size: int, *, around: float = 0.0) -> np.ndarray:
         return (around + 0.2 * self._rng.standard_normal(size)).astype("f4")
 
@@ -345,7 +406,11 @@ class Model:
             sizes = {"o_bias": shape.hidden, "down_bias": shape.hidden}
             sizes |= {"up_bias": here.intermediate}
             sizes |= {"gate_bias": here.intermediate} if parts.gated else {}
-            vectors |= {name: self._vector(size) for name, size in sizes.items()}
+            count = 1 if parts.routing is None else parts.routing.experts
+            vectors |= {
+                name: self._vector(size if name == "o_bias" else count * size)
+                for name, size in sizes.items()
+            }
         return vectors
 
     def _head_norms(self, here: Shape) -> HeadNorms | None:
@@ -364,7 +429,7 @@ class Model:
         self, name: str, outputs: int, inputs: int, *, size: float | None = None
     ) -> PackedWeights:
         order = ("embedding", "head", "q", "k", "v", "o", "gate", "up", "down")
-        part = name.split(".")[-1]
+        part = name.split(".")[-1].removeprefix("shared_")
         kind = self._kinds[order.index(part if part in order else "q")]
         size = 3 / np.sqrt(inputs) if size is None else size
         weight = random_weight(kind, outputs, inputs, self._rng, size=size)

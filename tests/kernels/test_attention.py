@@ -63,16 +63,19 @@ def compare(
     *,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> None:
     start, tokens, heads, kv_heads, head_dim = shape
     rng = np.random.default_rng(sum(shape))
     length = start + tokens
     blocks = allocate(format=format, blocks=6, layers=2, kv_heads=kv_heads, head_dim=head_dim)
-    table = [3, 5, 0, 4]
+    table = [3, 5, 0, 4, 1]
     k, v = rng.standard_normal((2, length, kv_heads, head_dim)).astype(np.float32)
     q = rng.standard_normal((tokens, heads, head_dim)).astype(np.float32)
     append(blocks, table, 1, 0, k, v)
     rules = {"window": window, "scale": scale, "softcap": softcap}
+    if sinks:  # far below the scores, beside them, and far above
+        rules["sinks"] = (np.linspace(-30, 30, heads) + rng.standard_normal(heads)).astype("f4")
     found = attend(blocks, table, 1, q, start, **rules)
     stored = [read_back(blocks, table, values, length) for values in ("k", "v")]
     expected = reference.attend(q, *stored, start, **rules)
@@ -100,6 +103,16 @@ def test_matches_reference(implementation: Attend, shape: tuple[int, ...], forma
 @pytest.mark.usefixtures("poisoned")
 def test_sliding_window(implementation: Attend, shape: tuple[int, ...], window: int) -> None:
     compare(implementation, shape, "int8", window, tolerance(implementation, "int8"))
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.usefixtures("poisoned")
+def test_sinks(implementation: Attend, format: str, window: int | None) -> None:
+    """Past a split of the keys, and for the very first token."""
+    allowed = tolerance(implementation, format)
+    for shape in ((500, 40, 8, 2, 64), (0, 1, 4, 4, 32)):
+        compare(implementation, shape, format, window, allowed, sinks=True)
 
 
 @pytest.mark.parametrize("format", ["int8", "f32"])

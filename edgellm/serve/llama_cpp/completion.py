@@ -20,6 +20,7 @@ from edgellm.serve.llama_cpp.fields import (
     generation_arguments,
     hard,
     logit_bias,
+    lora,
 )
 from edgellm.serve.llama_cpp.text import encode, model_id
 from edgellm.serve.openai.messages import checked
@@ -92,6 +93,7 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
         n=n,
         grammar=_grammar(fields),
         infill_sampler=infills,
+        lora=lora(fields),
     )
     show = Shown(
         tokens=bool(fields.flag("return_tokens")),

@@ -169,11 +169,23 @@ def refuse_unsupported(fields: Fields) -> None:
     for name in ("echo", "post_sampling_probs", "grammar_lazy"):
         if fields.flag(name):
             raise unsupported(name)
-    for adapter in fields.objects("lora", 64):
-        if adapter.number("scale", -1000, 1000):
-            raise unsupported("lora", "no adapters are loaded")
+    lora(fields)
     for name in ("cache_prompt", "backend_sampling", "verbose"):
         fields.flag(name)
+
+
+def lora(fields: Fields) -> tuple[tuple[int, float], ...] | None:
+    """Read numbers and scales of adapters; None: the request gives none.
+
+    Raises:
+        RequestError: the field is no list of adapters.
+    """
+    if fields.get("lora") is None:
+        return None
+    return tuple(
+        (each.whole("id", 0, INT32_MAX) or 0, each.number("scale", -1000, 1000) or 0.0)
+        for each in fields.objects("lora", 64)
+    )
 
 
 def logit_bias(fields: Fields) -> list[tuple[int | str, float]]:

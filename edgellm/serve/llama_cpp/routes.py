@@ -79,6 +79,8 @@ def _vllm(seen: Metrics, usage: float) -> Iterator[str]:
         "prompt_tokens": (seen.prompt_tokens, "Prompt tokens, cached ones included."),
         "prompt_tokens_cached": (seen.cached_tokens, "Cached prompt tokens."),
         "generation_tokens": (seen.generation_tokens, "Generated tokens."),
+        "spec_decode_num_draft_tokens": (seen.drafted_tokens, "Tokens guessed ahead."),
+        "spec_decode_num_accepted_tokens": (seen.accepted_tokens, "Right guesses among them."),
     }
     for name, (value, meaning) in counters.items():
         yield from _simple(f"vllm:{name}_total", "counter", meaning, value)
@@ -203,11 +205,22 @@ async def change_props(call: Call) -> Reply:
 
 
 async def adapters(call: Call) -> Reply:
-    return json_reply([])
+    """Return the adapters of the first model, which requests name in `lora` or as their model."""
+    pool = call.answering.pool
+    return json_reply(
+        [
+            {"id": number, "path": name, "scale": adapter.scale}
+            for number, (name, adapter) in enumerate(pool.adapters.of_model(pool.ids[0]))
+        ]
+    )
 
 
 async def change_adapters(call: Call) -> Reply:
-    raise RequestError("not_supported", "This server has no LoRA adapters loaded.")
+    raise RequestError(
+        "not_supported",
+        "This server changes no adapters for all requests; each names its own, in `lora` or as "
+        "`model`",
+    )
 
 
 def _version() -> str:

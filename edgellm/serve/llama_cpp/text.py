@@ -24,7 +24,7 @@ from edgellm.text.tokenizer import Tokenizer
 
 
 def model_id(call: Call, fields: Fields) -> str:
-    """Return the id of the model that a client means.
+    """Return the id of the model that a client means, or the name of an adapter.
 
     A server of one model ignores the name: editors send names that their users have made up.
 
@@ -33,6 +33,8 @@ def model_id(call: Call, fields: Fields) -> str:
     """
     name = fields.text("model")
     pool = call.answering.pool
+    if name is not None and pool.adapters.get(name) is not None:
+        return name
     return pool.ids[0] if len(pool.ids) == 1 else pool.resolve(name)
 
 

@@ -34,7 +34,7 @@ async def version(call: Call) -> Reply:
 
 async def tags(call: Call) -> Reply:
     pool = call.answering.pool
-    return json_reply({"models": [_listed(pool, id) for id in pool.ids]})
+    return json_reply({"models": [_listed(pool, id) for id in (*pool.ids, *pool.adapters.all)]})
 
 
 async def ps(call: Call) -> Reply:
@@ -111,7 +111,9 @@ def _after(seconds: float) -> str:
 
 
 def _listed(pool: ModelPool, id: str) -> dict[str, Any]:
-    card = pool.known(id)
+    """Describe a model, or an adapter by its name."""
+    model = pool.resolve(id)
+    card = pool.known(model)
     name = id if ":" in id.rpartition("/")[2] else f"{id}:latest"
     return {
         "name": name,
@@ -120,15 +122,15 @@ def _listed(pool: ModelPool, id: str) -> dict[str, Any]:
         "size": 0 if card is None else card.memory_bytes,
         # hash of the name: a file's is not known before it is loaded
         "digest": hashlib.sha256(id.encode()).hexdigest(),
-        "details": _details(card),
+        "details": _details(card, parent="" if model == id else model),
     }
 
 
-def _details(card: ModelCard | None) -> dict[str, Any]:
+def _details(card: ModelCard | None, *, parent: str = "") -> dict[str, Any]:
     """Return Ollama's `details` of a model, empty for a model without a card."""
     family = "" if card is None else card.config.model_type
     return {
-        "parent_model": "",
+        "parent_model": parent,
         "format": "edgellm",
         "family": family,
         "families": [family] if family else [],

@@ -14,7 +14,7 @@ from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.model_pool import ModelPool
-from edgellm.serve.openai import chat, completions, embeddings, rerank, responses
+from edgellm.serve.openai import adapters, chat, completions, embeddings, rerank, responses
 from edgellm.serve.openai.chat import AskedChat, ChatIdentity, chat_object
 from edgellm.serve.openai.error import error_body, error_frames
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
@@ -88,20 +88,24 @@ async def list_models(call: Call) -> Reply:
     pool = call.answering.pool
     if _is_anthropic(call):
         return json_reply(_anthropic_page(call))
-    return json_reply({"object": "list", "data": [_model(pool, id) for id in pool.ids]})
+    names = [*pool.ids, *pool.adapters.all]
+    return json_reply({"object": "list", "data": [_model(pool, name) for name in names]})
 
 
 async def show_model(call: Call) -> Reply:
     pool = call.answering.pool
-    id = pool.resolve(call.path_values["model"])
+    name = call.path_values["model"]
+    id = name if name in pool.adapters.all else pool.resolve(name)
     if _is_anthropic(call):
         return json_reply(_anthropic_model(call, id))
     return json_reply(_model(pool, id))
 
 
-def _model(pool: ModelPool, id: str) -> dict[str, Any]:
+def _model(pool: ModelPool, name: str) -> dict[str, Any]:
+    """Describe a model, or an adapter with its model as `parent`, as in vLLM."""
+    id = pool.resolve(name)
     model: dict[str, Any] = {
-        "id": id,
+        "id": name,
         "object": "model",
         "created": pool.started_at,
         "owned_by": "edgellm",
@@ -109,6 +113,8 @@ def _model(pool: ModelPool, id: str) -> dict[str, Any]:
         "type": "base",  # Mistral's client reads only base and fine-tuned models
         "capabilities": {},
     }
+    if id != name:
+        model["parent"] = id
     card = pool.known(id)
     if card is not None:
         config = card.config
@@ -135,7 +141,8 @@ def _is_anthropic(call: Call) -> bool:
 
 def _anthropic_page(call: Call) -> dict[str, Any]:
     """Return a page of models: at most `limit` of them, between `after_id` and `before_id`."""
-    ids = list(call.answering.pool.ids)
+    pool = call.answering.pool
+    ids = [*pool.ids, *pool.adapters.all]
     after, before, limit = (call.query(name) for name in ("after_id", "before_id", "limit"))
     if after in ids:
         ids = ids[ids.index(after) + 1 :]
@@ -153,7 +160,7 @@ def _anthropic_page(call: Call) -> dict[str, Any]:
 
 def _anthropic_model(call: Call, id: str) -> dict[str, Any]:
     pool, most = call.answering.pool, call.answering.options.max_tokens
-    card = pool.known(id)
+    card = pool.known(pool.resolve(id))
     size = None if card is None else card.ctx_size
     return {
         "type": "model",
@@ -178,6 +185,7 @@ OPENAI = Dialect(
         Route("/v1/models", {"GET": list_models}),
         Route("/models", {"GET": list_models}),
         Route("/v1/models/{model:path}", {"GET": show_model}),
+        *adapters.ROUTES,
     ],
     error_body=error_body,
     error_frames=error_frames,

@@ -31,7 +31,7 @@ _NUMBERS = {
 # use instead. Values that are false, 0 or empty are ignored.
 _NOT_HERE = {
     "functions": "use `tools`",
-    "lora": "",
+    "lora": "name the adapter as `model`",
 }
 MOST_TOKENS = 1 << 31
 MOST_MS = 1 << 40

@@ -309,6 +309,22 @@ def test_snapshots_take_the_memory_of_few_sequences() -> None:
     assert cache.groups[0].pool.used == len(sequence.tables[0].held) <= 5
 
 
+@pytest.mark.parametrize(("elements", "kept"), [(3, 20), (100_000, 3)])
+def test_small_states_of_many_short_texts_are_kept(elements: int, kept: int) -> None:
+    """As many as of K and V, where they take a quarter of the bytes at the most."""
+    groups = (CacheGroup((0,), None, 1, VALUE), StateGroup((1,), elements=elements))
+    cache = make(groups, ctx_size=12800, blocks=101)
+    texts = [tokens_of(seed, 140) for seed in range(20)]
+    for text in texts:
+        begun(cache, text).close()
+    found = [cache.cached_prefix(text) == len(text) for text in texts]
+    assert sum(found) == kept
+    assert all(found[-kept:])
+    counts = [group.pool.touched for group in cache.groups]
+    sizes = [each.blocks.nbytes // each.blocks.count for each in cache.groups]
+    assert counts[1] * sizes[1] <= max(7 * sizes[1], 101 * sizes[0] / 4)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 128, 129, 500])
 def test_blocks_of_a_step(rows: int) -> None:
     group, most = StateGroup((0,), elements=1), 0

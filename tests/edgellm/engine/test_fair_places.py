@@ -103,7 +103,7 @@ def test_a_place_is_taken_for_a_prompt_that_has_waited_a_quantum() -> None:
     """From the newest that has run as long, and not of a higher priority; once for each prompt."""
     old, new = Request(numbers(20)), Request(numbers(20, start=1))
     scheduler = scheduler_of([old, new], max_running=2, quantum=100)
-    late, urgent = Request(numbers(30, start=2)), Request(numbers(40, start=3), priority=1)
+    late, urgent = Request(numbers(20, start=2)), Request(numbers(30, start=3), priority=1)
     scheduler.add(late)
     scheduler.add(urgent)
 

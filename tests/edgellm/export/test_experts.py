@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -163,6 +164,22 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_back_ends_are_refused(exported: Exported, options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"is '\w+'.*has experts.*take .*native"):
         select(EngineOptions(**options), CONFIG)
+
+
+def test_a_back_end_that_is_not_installed_is_refused_for_the_experts(
+    exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not with advice to install it."""
+
+    def require(_: str) -> None:
+        raise OptionError("install it")
+
+    monkeypatch.setattr(selection, "backend_file", lambda _: SimpleNamespace(require=require))
+    for path in (exported.folder, exported.bundle.path):
+        with pytest.raises(UnsupportedModelError, match="has experts"):
+            load(str(path), decode="triton")
+    with pytest.raises(OptionError, match="install it"):
+        load("hf:org/repo", decode="triton")
 
 
 @pytest.mark.usefixtures("compiled")

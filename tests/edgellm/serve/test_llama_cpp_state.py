@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from serving import Running
+
+from edgellm.results import Stats
+from edgellm.serve.metrics import Metrics
+
+STATS = Stats(0.0, 1, 0, 0.0, 1, 0.0, 0, {}, "int8", "native", 0)
 
 
 def refused(reply: Any, status: int, kind: str) -> str:
@@ -143,8 +149,7 @@ def samples(text: str) -> dict[str, float]:
 def test_metrics(server: Running) -> None:
     asked = {"prompt": "@count" * 10, "n_predict": 5, "ignore_eos": True}
     before = samples(server.get("/metrics").text)
-    for _ in range(2):
-        assert server.post("/completion", asked).status_code == 200
+    timings = [server.post("/completion", asked).json()["timings"] for _ in range(2)]
     reply = server.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     after = samples(reply.text)
@@ -154,11 +159,22 @@ def test_metrics(server: Running) -> None:
     assert grown["vllm:prompt_tokens_total"] == grown["vllm:prefix_cache_queries_total"] == 120
     assert grown["vllm:prefix_cache_hits_total"] == 59
     assert grown['vllm:request_success_total{finished_reason="length"}'] == 2
+    for name, key in (("draft", "draft_n"), ("accepted", "draft_n_accepted")):
+        drafted = sum(each.get(key, 0) for each in timings)
+        assert grown[f"vllm:spec_decode_num_{name}_tokens_total"] == drafted
     assert grown["vllm:time_to_first_token_seconds_count"] == 2
     assert grown['vllm:time_to_first_token_seconds_bucket{le="+Inf"}'] == 2
     assert after["llamacpp:requests_processing"] == after["vllm:num_requests_waiting"] == 0
     for line in reply.text.splitlines():
         assert line.startswith(("# HELP ", "# TYPE ", "llamacpp:", "vllm:")), line
+
+
+def test_drafts_are_counted() -> None:
+    seen = Metrics()
+    for drafted, accepted in ((7, 3), (2, 0)):
+        stats = replace(STATS, drafted_tokens=drafted, accepted_tokens=accepted)
+        seen.answered(stats, "stop", seconds=1.0, first=True)
+    assert (seen.drafted_tokens, seen.accepted_tokens) == (9, 3)
 
 
 def test_without_metrics(serving: Callable[..., Running]) -> None:

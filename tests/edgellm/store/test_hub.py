@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from edgellm import EdgeLLMError, SourceError, UnsupportedModelError
+from edgellm import EdgeLLMError, SourceError, UnsupportedModelError, load
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.progress import Progress
 from edgellm.store.sources import resolve
@@ -134,6 +134,17 @@ def test_a_model_that_is_not_supported_is_refused_before_its_weights_come(
     hub.files = {"config.json": config, "model.safetensors": bytes(100)}
     with pytest.raises(error, match=words):
         resolve("hf:org/repo")
+    assert hub.fetched == ["config.json"]
+
+
+def test_a_model_that_its_options_refuse_is_refused_before_its_weights_come(hub: Hub) -> None:
+    config = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 512, "model_type": "qwen3_moe"}
+    hub.files = {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(100)}
+    with pytest.raises(UnsupportedModelError, match=r"`prefill` is 'cpu'.*has experts"):
+        load("hf:org/repo", prefill="cpu", precision="f32")
     assert hub.fetched == ["config.json"]
 
 

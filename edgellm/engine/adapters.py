@@ -1,0 +1,151 @@
+"""Adapters of a loaded model (LoRA, Hu et al., arXiv:2106.09685), by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.backends.backend import Backend
+from edgellm.backends.registry import AUTO, NATIVE
+from edgellm.checks import check_number, check_path, check_text
+from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.lora import changes_of, open_adapter
+from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter
+from edgellm.options import EngineOptions
+from edgellm.store.bundle import Bundle
+from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """Adapter in memory. Answers that use it keep it, also after it was unloaded.
+
+    Attributes:
+        scale: factor of all its changes, over that of its file.
+    """
+
+    name: str
+    path: Path
+    scale: float
+    weights: AdapterWeights
+
+    @property
+    def digest(self) -> str:
+        """Digest of all its changes: adapters with the same one compute the same."""
+        return self.weights.digest
+
+
+class Adapters:
+    """Adapters that answers of a model may name, from any thread."""
+
+    def __init__(self, bundle: Bundle, *, prefill: Backend, decoder: Backend) -> None:
+        self._bundle = bundle
+        self._prefill, self._decoder = prefill, decoder
+        self._loaded: Mapping[str, LoadedAdapter] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedAdapter]:
+        """All adapters, in the order in which they were loaded."""
+        return self._loaded
+
+    def get(self, name: str | None) -> LoadedAdapter | None:
+        """Return the adapter of a name; None for the model as it is.
+
+        Raises:
+            OptionError: no adapter has this name.
+        """
+        if name is None:
+            return None
+        if name not in self._loaded:
+            raise unknown_adapter(name, self._loaded)
+        return self._loaded[name]
+
+    def load(self, name: str, path: str | Path, *, scale: float = 1.0) -> LoadedAdapter:
+        """Read an adapter, see `LLM.load_adapter`."""
+        check_text("name", name)
+        check_number("scale", scale, -1000, 1000)
+        where = check_path("path", path)
+        if not name.strip():
+            raise OptionError("the name of an adapter is empty")
+        self._require_native(name)
+        self._require_free(name)
+        weights = _weights(self._bundle, where, scale=scale)
+        adapter = LoadedAdapter(name, where, float(scale), weights)
+        with self._lock:
+            self._require_free(name)
+            self._loaded = {**self._loaded, name: adapter}
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter, see `LLM.unload_adapter`."""
+        with self._lock:
+            self.get(name)
+            self._loaded = {key: each for key, each in self._loaded.items() if key != name}
+
+    def _require_free(self, name: str) -> None:
+        if name in self._loaded:
+            raise OptionError(
+                f"an adapter {name!r} is loaded already, from {self._loaded[name].path}; unload it "
+                "first, or take another name"
+            )
+
+    def _require_native(self, name: str) -> None:
+        prefill, decoder = self._prefill, self._decoder
+        if not (prefill is decoder and decoder.name == NATIVE):
+            raise UnsupportedModelError(
+                f"the adapter {name!r} needs the native kernels, and this model computes prompts "
+                f"on {prefill.name} and answers on {decoder.name}; load it with `prefill` native "
+                "and `decode` native, or merge the adapter with `edgellm export --lora`"
+            )
+
+
+def for_adapters(options: EngineOptions) -> EngineOptions:
+    """Return options in which `auto` means the native kernels, which take adapters."""
+    decode = NATIVE if options.decode == AUTO else options.decode
+    prefill = NATIVE if options.prefill == AUTO else options.prefill
+    return replace(options, decode=decode, prefill=prefill)
+
+
+def unknown_adapter(name: str, known: Mapping[str, object]) -> OptionError:
+    return OptionError(
+        f"`adapter` is {name[:100]!r}; loaded are {', '.join(known) or 'none'} (`load_adapter`)"
+    )
+
+
+def _weights(bundle: Bundle, path: Path, *, scale: float) -> AdapterWeights:
+    """Read and pack an adapter for the weights of a bundle.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: see `open_adapter` and `changes_of`.
+    """
+    config = bundle.config
+    basis = open_key_basis(bundle.path, bundle.manifest.keys, config)
+    layers = changes_of(open_adapter(path), config)
+    return pack_adapter(
+        [
+            {
+                name: _in_basis(change, basis, config, index, name, scale=scale)
+                for name, change in changes.items()
+            }
+            for index, changes in enumerate(layers)
+        ]
+    )
+
+
+def _in_basis(
+    change: LowRank, basis: KeyBasis, config: ModelConfig, layer: int, name: str, *, scale: float
+) -> LowRank:
+    """Return a change in the key basis of a bundle, as `EqualizedCheckpoint` has its weights."""
+    b = np.float32(scale) * change.b
+    if name in ("q", "k") and config.layers[layer].attention.qk_norm == "none":
+        attention = config.layers[layer].attention
+        heads = attention.heads if name == "q" else attention.kv_heads
+        exponents = of_rows(basis.exponents[layer], attention, heads=heads).astype(np.int32)
+        b = np.ldexp(b, exponents[:, None] if name == "q" else -exponents[:, None])
+    return replace(change, b=b)

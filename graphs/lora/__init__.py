@@ -1,0 +1,36 @@
+"""Adapters (LoRA, arXiv:2106.09685) on disk, in the formats of PEFT, llama.cpp and MLX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgellm.errors import EdgeLLMError, ModelFormatError
+from edgellm.graphs.lora import gguf, mlx, peft
+from edgellm.graphs.lora.stored import StoredAdapter, changes_of
+
+__all__ = ["StoredAdapter", "changes_of", "open_adapter"]
+
+
+def open_adapter(path: Path) -> StoredAdapter:
+    """Open an adapter: PEFT's or MLX's folder, or a GGUF file.
+
+    Raises:
+        ModelFormatError: nothing is there, or it is damaged, or no adapter.
+        UnsupportedModelError: the adapter changes more than linear layers by matrices of low rank.
+    """
+    folder = path.parent if path.name in (peft.WEIGHTS, mlx.WEIGHTS) else path
+    try:
+        if path.suffix == ".gguf" and not path.is_dir():
+            return gguf.read(path)
+        if not folder.is_dir():
+            raise ModelFormatError(
+                "not an adapter: neither a folder nor a .gguf file is there; a folder of PEFT has "
+                f"{peft.WEIGHTS}, one of MLX {mlx.WEIGHTS}"
+            )
+        if (folder / mlx.WEIGHTS).exists():
+            return mlx.read(folder)
+        return peft.read(folder)
+    except EdgeLLMError as error:
+        if str(path) in str(error):
+            raise
+        raise type(error)(f"{path}: {error}") from None

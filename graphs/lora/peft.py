@@ -1,0 +1,122 @@
+"""Adapters as PEFT saves them: a folder with a config and safetensors.
+
+base_model.model.MODULE.lora_A.weight [rank, inputs]    .lora_B.weight [outputs, rank]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name
+from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+# Beginnings of matrices that leave the model's weights as they are; others are taken off them.
+_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+# Settings with `lora` or `pattern` in their names that only training uses, or that name modules.
+_HARMLESS = ("lora_dropout", "layers_pattern", "qalora_group_size")
+# Patterns that could take hours: a repeated group.
+_SLOW = re.compile(r"\)[*+?{]")
+_LONGEST_PATTERN = 200
+
+
+def read(folder: Path) -> StoredAdapter:
+    """Read a folder that PEFT saved.
+
+    Raises:
+        ModelFormatError: a file is missing or damaged.
+        UnsupportedModelError: the adapter is of another kind than LoRA, or has parts beside it.
+    """
+    fields = Fields(read_json(folder / CONFIG), origin=str(folder / CONFIG))
+    _refuse_other_kinds(fields)
+    if not (folder / WEIGHTS).exists():
+        pickles = [p.name for p in folder.glob("*.bin")]
+        advice = f"; {pickles[0]} is a pickle and is never opened" if pickles else ""
+        raise ModelFormatError(f"{folder}: {WEIGHTS} is missing{advice}; save it as safetensors")
+    weights = SafetensorsFolder(folder, file=WEIGHTS)
+    scales = _Scales(fields)
+    pairs: dict[str, dict[str, str]] = {}
+    for key in weights.keys:
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise UnsupportedModelError(
+                f"{folder / WEIGHTS}: tensor {key} is no matrix of a LoRA adapter"
+            )
+        pairs.setdefault(found["module"], {})[found["part"]] = key
+    changes = {}
+    for module, keys in pairs.items():
+        if keys.keys() != {"A", "B"}:
+            raise ModelFormatError(f"{folder / WEIGHTS}: {module} has not both lora_A and lora_B")
+        a, b = (weights.tensor(keys[part]) for part in "AB")
+        changes[hf_name(module)] = StoredChange(a, b, scales.of(module, (*a.shape, 0)[0]))
+    return StoredAdapter(str(folder), None, changes)
+
+
+def _refuse_other_kinds(fields: Fields) -> None:
+    if fields.read(str, "peft_type").upper() != "LORA":
+        fields.require("peft_type", "LORA")
+    for key in ("fan_in_fan_out", "use_dora", "lora_bias", "use_qalora", "use_bdlora"):
+        fields.require(key, False)
+    for key in ("modules_to_save", "target_parameters", "layer_replication"):
+        fields.require(key, [])
+    for key in ("alora_invocation_tokens", "trainable_token_indices"):
+        fields.require(key)
+    fields.require("bias", "none")
+    fields.require("init_lora_weights", *_PLAIN_BEGINNINGS)
+
+
+class _Scales:
+    """Factors of the changes: `alpha / r`, or with rsLoRA (arXiv:2312.03732) `alpha / sqrt(r)`."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._origin = fields.origin
+        self._rank, self._alpha = fields.read(int, "r"), fields.read(float, "lora_alpha")
+        self._root = fields.optional(bool, "use_rslora") or False
+        self._ranks = self._patterns(fields, "rank_pattern")
+        self._alphas = self._patterns(fields, "alpha_pattern")
+        fields.refuse_unread(harmless=_HARMLESS)
+
+    def of(self, module: str, rank: int) -> float:
+        """Return the factor of a module whose matrices have a rank.
+
+        Raises:
+            ModelFormatError: the config says another rank.
+        """
+        said = self._of(self._ranks, module, self._rank)
+        if rank != said or rank < 1:
+            raise ModelFormatError(
+                f"{self._origin}: the rank of {module} is {said:g}, and its matrices have {rank}"
+            )
+        alpha = float(self._of(self._alphas, module, self._alpha))
+        return alpha / (math.sqrt(rank) if self._root else rank)
+
+    def _of(self, patterns: dict[str, Any], module: str, default: float) -> float:
+        """Return the value of the first pattern that fits the end of a module's name."""
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return float(value)
+        return default
+
+    def _patterns(self, fields: Fields, key: str) -> dict[str, Any]:
+        patterns = fields.optional(dict, key) or {}
+        for pattern, value in patterns.items():
+            long = len(pattern) > _LONGEST_PATTERN or _SLOW.search(pattern)
+            if long or isinstance(value, bool) or not isinstance(value, int | float):
+                raise UnsupportedModelError(
+                    f"{fields.origin}: {key} has {pattern[:80]!r}: {value!r}; a pattern without "
+                    f"repeated groups, of at most {_LONGEST_PATTERN} characters, and a number are "
+                    "allowed"
+                )
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ModelFormatError(
+                    f"{fields.origin}: {key} has {pattern!r}, which is no pattern: {error}"
+                ) from None
+        return patterns

@@ -1,0 +1,173 @@
+"""An adapter as its file has it, and its changes of linear layers under canonical names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
+from edgellm.graphs.architecture import (
+    GGUF_FUSED_QKV,
+    Architecture,
+    architecture,
+    model_type_of,
+)
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.layer_config import LayerConfig
+from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensors import TensorSpec, layer_tensors
+from edgellm.graphs.translation import Translation
+from edgellm.kernels.lora import CHANGED, LowRank
+
+# Prefixes of text models, and of those within multimodal ones, before the layers' names.
+_PREFIX = re.compile(
+    r"(?:model\.(?:language_model\.|text_model\.)?|language_model\.model\.)?layers\."
+)
+
+
+@dataclass(frozen=True)
+class StoredChange:
+    """Change of a matrix of the file's model: `scale * b a`.
+
+    Attributes:
+        a: `[rank, inputs]`.
+        b: `[outputs, rank]`.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """Adapter on disk.
+
+    Attributes:
+        origin: name of the file in errors.
+        architecture: `general.architecture` of a GGUF file; None: a file of another format, whose
+            names are those of Hugging Face.
+        changes: changes by the names of the matrices in files of the model.
+    """
+
+    origin: str
+    architecture: str | None
+    changes: Mapping[str, StoredChange]
+
+
+def hf_name(module: str) -> str:
+    """Return the name of a module's weight in a text model's own folder."""
+    return _PREFIX.sub("model.layers.", module, count=1) + ".weight"
+
+
+def changes_of(adapter: StoredAdapter, config: ModelConfig) -> list[dict[str, LowRank]]:
+    """Return the changes of each layer of a model, with the names and rows of `tensors.py`.
+
+    Raises:
+        ModelFormatError: a matrix does not fit the model, or is damaged.
+        UnsupportedModelError: the adapter is for another architecture, or changes a part of the
+            model that an adapter cannot change here.
+    """
+    try:
+        return _Reader(adapter, config).layers()
+    except EdgeLLMError as error:
+        if adapter.origin in str(error):
+            raise
+        raise type(error)(f"{adapter.origin}: {error}") from None
+
+
+class _Reader:
+    def __init__(self, adapter: StoredAdapter, config: ModelConfig) -> None:
+        self._adapter, self._config = adapter, config
+        gguf, family = adapter.architecture is not None, _family(adapter, config)
+        fused = gguf and any(".attn_qkv." in name for name in adapter.changes)
+        fold = family.gguf_fold if gguf else family.hf_fold
+        names = family.gguf_names if gguf else family.hf_names
+        # a fold that depends on settings of the model's own file finds none here, and says so
+        settings = Fields({}, origin="settings of the model, which an adapter's file has not")
+        self._translation = Translation(
+            config=config,
+            names={**names, **GGUF_FUSED_QKV} if fused else names,
+            interleaved=family.gguf_interleaved_rope if gguf else family.hf_interleaved_rope,
+            stored=lambda name: adapter.changes[name].b,
+            fold=lambda name, b: b if fold is None else fold(name, b, settings),
+        )
+
+    def layers(self) -> list[dict[str, LowRank]]:
+        used: set[str] = set()
+        layers: list[dict[str, LowRank]] = []
+        for index in range(self._config.layer_count):
+            changes: dict[str, LowRank] = {}
+            for spec in layer_tensors(self._config, index):
+                if spec.role != "linear":
+                    continue
+                canonical = f"layers.{index}.{spec.name}"
+                found = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
+                if found:
+                    _refuse_part(min(found), spec, self._config.layers[index])
+                for name in found:
+                    changes[spec.name] = self._change(canonical, name, spec.shape)
+                    used.add(name)
+            layers.append(changes)
+        self._refuse_others(used)
+        return layers
+
+    def _change(self, canonical: str, name: str, shape: tuple[int, ...]) -> LowRank:
+        """Return the change of one linear layer, of a matrix that may have the rows of several."""
+        stored = self._adapter.changes[name]
+        ranks = stored.a.shape[:1], stored.b.shape[1:]
+        b = self._translation.tensor(canonical) if len(stored.b.shape) == 2 else stored.b
+        if ranks[0] != ranks[1] or (*b.shape[:1], *stored.a.shape[1:]) != shape or 0 in ranks[0]:
+            raise ModelFormatError(
+                f"the adapter is for another model: {name} has A {list(stored.a.shape)} and B "
+                f"{list(stored.b.shape)}, and this model's {canonical} is {list(shape)}"
+            )
+        return LowRank(stored.a.float32(), stored.scale * b.float32())
+
+    def _refuse_others(self, used: set[str]) -> None:
+        others = sorted(self._adapter.changes.keys() - used)
+        if others:
+            raise UnsupportedModelError(
+                f"the adapter changes {others[0]}, which is no linear layer of this model "
+                f"({self._config.model_type}, {self._config.layer_count} layers); adapters can "
+                "change projections of attention and of the MLP"
+            )
+
+
+def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
+    """Refuse a matrix that no adapter can change.
+
+    Raises:
+        UnsupportedModelError: it is one of an expert, or of a mixer with a state.
+    """
+    of_mixer = spec.name not in CHANGED or (spec.name == "o" and not layer.attends)
+    if spec.experts is None and not of_mixer:
+        return
+    part = "a mixer's matrix" if of_mixer else "an expert's matrix"
+    raise UnsupportedModelError(
+        f"the adapter changes {name} ({part}); adapters can change Q, K, V and the output "
+        "projection of attention, and the MLP of layers without experts. Merge it into the weights "
+        "before the export"
+    )
+
+
+def _family(adapter: StoredAdapter, config: ModelConfig) -> Architecture:
+    """Return the architecture whose files have the adapter's names.
+
+    Raises:
+        UnsupportedModelError: the adapter is for another architecture.
+    """
+    if adapter.architecture is None:
+        return architecture(config.model_type, gguf=False, origin=adapter.origin)
+    family = architecture(adapter.architecture, gguf=True, origin=adapter.origin)
+    if model_type_of(adapter.architecture, gguf=True) == config.model_type:
+        return family
+    own = architecture(config.model_type, gguf=False, origin=adapter.origin)
+    if own.config_from_gguf is not None or adapter.architecture != "llama":
+        raise UnsupportedModelError(
+            f"the adapter is for the architecture {adapter.architecture!r}, and the model is "
+            f"{config.model_type!r}"
+        )
+    return family  # of a family whose GGUF files say `llama`, such as Mistral

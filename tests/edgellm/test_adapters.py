@@ -1,0 +1,374 @@
+"""Adapters at run time: judged by transformers, many on one model, and each with its own cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from requirements import unavailable
+from tiny_adapters import ALPHA, Pairs, merged, pairs_of, write_gguf_adapter, write_peft
+from tiny_families import make, save_tokenizer
+from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+
+from edgellm.backends.batch import Span
+from edgellm.batch import BatchRequest
+from edgellm.errors import (
+    EdgeLLMError,
+    ModelFormatError,
+    OptionError,
+    SessionFileError,
+    UnsupportedModelError,
+)
+from edgellm.generation_options import GenerationOptions
+from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.native import library
+from edgellm.llm import LLM, load
+from edgellm.results import Completion
+
+pytestmark = pytest.mark.usefixtures("edgellm_home")
+PROMPT = [(7 * i) % 50 + 3 for i in range(BLOCK + 20)]
+TOKENS = np.random.default_rng(5).integers(3, 256, 40).tolist()
+SIZES: dict[str, Any] = {"ctx_size": 4 * BLOCK, "cache_size": 16 * BLOCK}
+
+
+@pytest.fixture(autouse=True)
+def native() -> None:
+    if library() is None:
+        unavailable("native", "installed without a compiler")
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three adapters of the tiny model, of several ranks and parts."""
+    root = tmp_path_factory.mktemp("adapters")
+    kinds: dict[str, dict[str, Any]] = {
+        "one": {"rank": 4, "seed": 1},
+        "two": {"rank": 16, "seed": 2, "only": lambda n: "q_proj" in n or "v_proj" in n},
+        "three": {"rank": 7, "seed": 3, "only": lambda n: "mlp" in n},
+    }
+    return {
+        name: write_peft(root / name, pairs_of(tiny_model, size=1.0, **kind))
+        for name, kind in kinds.items()
+    }
+
+
+@pytest.fixture
+def llm(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
+    with load(str(tiny_model), adapters=adapters, **SIZES) as llm:
+        yield llm
+
+
+def ask(llm: LLM, adapter: str | None = None, prompt: list[int] = PROMPT) -> Completion:
+    return llm.generate(
+        prompt, adapter=adapter, max_tokens=12, temperature=0, ignore_eos=True, logprobs=2
+    )
+
+
+def rows_of(llm: LLM, adapter: str | None, tokens: list[int] = TOKENS) -> np.ndarray:
+    """Logits of all tokens of a text."""
+    chosen = llm.engine.adapters.get(adapter)
+    weights = None if chosen is None else chosen.weights
+    sequence = llm.engine.cache.sequence(root=b"another")
+    span = Span(sequence, tokens, logit_rows=len(tokens), adapter=weights)
+    (rows,) = llm.engine.prefill.run([span])
+    sequence.truncate(0)
+    return np.stack([logits.scores for logits in rows.logits])
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(found - expected).mean() / np.abs(expected).mean())
+
+
+def judged_by_hooks(folder: Path, pairs: Pairs, tokens: list[int], scale: float) -> np.ndarray:
+    """Logits of transformers with `scale B (A x)` added to the outputs of each module."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for name, matrices in pairs.items():
+        a, b = map(torch.from_numpy, matrices)
+
+        def add(_: Any, inputs: Any, output: Any, a: Any = a, b: Any = b) -> Any:
+            return output + scale * (inputs[0] @ a.T @ b.T)
+
+        model.get_submodule(name).register_forward_hook(add)
+    with torch.no_grad():
+        result: np.ndarray = model(torch.tensor([tokens])).logits[0].numpy()
+    return result
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gemma2", "glm4"])
+def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
+    """With `scale B A` added to the weights, and with hooks beside weights that stay."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base, scale = tmp_path / "model", ALPHA / 8
+    make(name, base, vocab_size=320)
+    save_tokenizer(base)
+    pairs = pairs_of(base, rank=8, size=0.7)
+    whole = AutoModelForCausalLM.from_pretrained(
+        merged(base, tmp_path / "merged", pairs, scale=scale), dtype=torch.float32
+    ).eval()
+    with torch.no_grad():
+        expected = whole(torch.tensor([TOKENS])).logits[0].numpy()
+    np.testing.assert_allclose(
+        judged_by_hooks(base, pairs, TOKENS, scale), expected, atol=2e-3 * np.abs(expected).max()
+    )
+    adapter = write_peft(tmp_path / "adapter", pairs)
+    with load(str(base), adapters={"it": adapter}, **{**SIZES, "ctx_size": 128}) as llm:
+        assert distance(rows_of(llm, "it"), expected) < 0.07
+        assert distance(rows_of(llm, None), expected) > 0.3
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_gguf_files_too(tmp_path: Path, name: str) -> None:
+    """A GGUF file with an adapter in GGUF, and with the same as a folder of PEFT."""
+    arch, keys, changes = FILES[name]
+    base, scale = tmp_path / "model", ALPHA / 4
+    make(name, base, vocab_size=VOCABULARY, **changes)
+    pairs = pairs_of(base)
+    file = convert(base, tmp_path / "model.gguf", arch, with_vocabulary(keys))
+    sources = {
+        "gguf": write_gguf_adapter(tmp_path / "adapter.gguf", base, pairs, arch),
+        "peft": write_peft(tmp_path / "adapter", pairs),
+    }
+    expected = judged_by_hooks(base, pairs, TOKENS, scale)
+    with load(str(file), adapters=sources, **{**SIZES, "ctx_size": 128}) as llm:
+        assert llm.adapters == ["gguf", "peft"]
+        assert distance(rows_of(llm, "gguf"), expected) < 0.07
+        np.testing.assert_array_equal(rows_of(llm, "gguf"), rows_of(llm, "peft"))
+        assert distance(rows_of(llm, None), expected) > 0.3
+
+
+def test_a_scale_is_a_factor_of_the_change(tiny_model: Path, adapters: dict[str, Path]) -> None:
+    sources = {"whole": adapters["one"], "none": (adapters["one"], 0.0)}
+    with load(str(tiny_model), adapters=sources, **SIZES) as llm:
+        base, none, whole = (rows_of(llm, name) for name in (None, "none", "whole"))
+        np.testing.assert_allclose(none, base, atol=1e-6)
+        llm.load_adapter("half", adapters["one"], scale=0.5)
+        assert 0.1 < distance(rows_of(llm, "half"), base) < distance(whole, base)
+
+
+def test_three_adapters_and_none_together_are_as_alone(llm: LLM) -> None:
+    """The same tokens and probabilities, to the last bit, as each by itself."""
+    names = ("one", None, "two", "three", "one", None)
+    prompts = [[*PROMPT, 10 + i] for i in range(len(names))]
+    alone = [ask(llm, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+    together = llm.batch(
+        BatchRequest(
+            prompt=prompt,
+            options=GenerationOptions(
+                adapter=name, max_tokens=12, temperature=0, ignore_eos=True, logprobs=2
+            ),
+        )
+        for name, prompt in zip(names, prompts, strict=True)
+    )
+    found = {answer.index: answer.result() for answer in together}
+    for index, expected in enumerate(alone):
+        assert found[index].tokens == expected.tokens
+        assert found[index].logprobs == expected.logprobs
+    assert len({answer.tokens for answer in alone[:4]}) == 4
+
+
+def test_without_adapters_nothing_changes(llm: LLM, tiny_model: Path) -> None:
+    with load(str(tiny_model), **SIZES) as plain:
+        assert ask(plain).logprobs == ask(llm).logprobs
+        np.testing.assert_array_equal(rows_of(plain, None), rows_of(llm, None))
+
+
+def test_each_adapter_finds_its_own_blocks_alone(llm: LLM, adapters: dict[str, Path]) -> None:
+    answers = []
+    for adapter in ("one", None, "two", "one", None, "two"):
+        answers.append(ask(llm, adapter))
+    cached = [answer.stats.cached_tokens for answer in answers]
+    assert cached[:3] == [0, 0, 0]
+    assert min(cached[3:]) >= BLOCK
+    for first, second in zip(answers[:3], answers[3:], strict=True):
+        assert first.logprobs == second.logprobs
+    # the same matrices under another name
+    llm.load_adapter("again", adapters["one"])
+    assert ask(llm, "again").stats.cached_tokens >= BLOCK
+    # and others under the same name
+    llm.unload_adapter("one")
+    llm.load_adapter("one", adapters["one"], scale=0.5)
+    assert ask(llm, "one").stats.cached_tokens == 0
+
+
+def test_blocks_on_disk_are_of_one_adapter(
+    tiny_model: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    for expected in (0, BLOCK):
+        with load(str(tiny_model), adapters=adapters, kv_cache_dir=tmp_path / "kv", **SIZES) as llm:
+            cached = [ask(llm, name).stats.cached_tokens for name in ("one", "two")]
+            assert [count // BLOCK * BLOCK for count in cached] == [expected, expected]
+    with load(str(tiny_model), kv_cache_dir=tmp_path / "kv", **SIZES) as llm:
+        assert ask(llm).stats.cached_tokens == 0
+
+
+def test_sessions_have_an_adapter_and_answers_may_have_another(llm: LLM) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = {name: ask(llm, name).tokens[:8] for name in ("one", "two", None)}
+    with llm.session(adapter="one") as session:
+        session.append(PROMPT)
+        assert session.generate(**options).tokens == expected["one"]
+        session.rewind(len(PROMPT))
+        with session.fork() as other:
+            assert other.generate(**options).tokens == expected["one"]
+        assert session.generate(adapter="two", **options).tokens == expected["two"]
+        session.rewind(len(PROMPT))
+        assert session.generate(**options).tokens == expected["one"]
+    with llm.session() as session:
+        session.append(PROMPT)
+        assert session.generate(adapter="one", **options).tokens == expected["one"]
+        session.rewind(len(PROMPT))
+        assert session.generate(**options).tokens == expected[None]
+
+
+def test_chats_keep_their_adapter(llm: LLM) -> None:
+    def answer(**options: Any) -> str:
+        with llm.chat(max_tokens=8, temperature=0, **options) as chat:
+            return chat.send("abc").text + chat.send("def").text
+
+    assert answer(adapter="one") == answer(adapter="one") != answer()
+    with llm.chat(max_tokens=8, temperature=0) as chat:
+        first = chat.send("abc", adapter="one").text
+        with llm.chat(max_tokens=8, temperature=0, adapter="one") as other:
+            assert other.send("abc").text == first
+        assert chat.send("abc").text != first
+
+
+def test_saved_sessions_know_their_adapter(
+    llm: LLM, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with llm.session(adapter="one") as session:
+        session.append(PROMPT)
+        session.generate(max_tokens=0)
+        session.save(tmp_path / "session")
+        expected = session.generate(**options).logprobs
+    for adapter, text in ((None, "opened with none"), ("two", "opened with another")):
+        with pytest.raises(SessionFileError, match=f"saved with the adapter 'one', and {text}"):
+            llm.load_session(tmp_path / "session", adapter=adapter)
+    llm.load_adapter("renamed", adapters["one"])
+    with llm.load_session(tmp_path / "session", adapter="renamed") as session:
+        assert session.cached == len(PROMPT)
+        assert session.generate(**options).logprobs == expected
+    with llm.session() as session:
+        session.append(PROMPT)
+        session.generate(max_tokens=0)
+        session.save(tmp_path / "plain")
+    with pytest.raises(SessionFileError, match="saved with no adapter, and opened with another"):
+        llm.load_session(tmp_path / "plain", adapter="one")
+
+
+def test_named_prefixes_are_of_one_adapter(llm: LLM) -> None:
+    text = "abcdefgh" * 20
+    with llm.prefix("it", text, adapter="one") as session:
+        expected = session.generate(max_tokens=6, temperature=0).tokens
+    with pytest.raises(OptionError, match="no prefix 'it' is kept for"):
+        llm.prefix("it")
+    llm.prefix("it", text).close()
+    with llm.prefix("it", adapter="one") as session:
+        assert session.cached > 100
+        assert session.generate(max_tokens=6, temperature=0).tokens == expected
+    with llm.prefix("it") as session:
+        assert session.generate(max_tokens=6, temperature=0).tokens != expected
+
+
+def test_answers_on_their_way_outlive_their_adapter(llm: LLM) -> None:
+    expected = ask(llm, "one")
+    stream = llm.stream(PROMPT, adapter="one", max_tokens=12, temperature=0, ignore_eos=True)
+    first = next(stream)
+    llm.unload_adapter("one")
+    assert llm.adapters == ["two", "three"]
+    tokens = (first.token, *(piece.token for piece in stream if piece.token is not None))
+    assert tokens == expected.tokens
+    with pytest.raises(OptionError, match="`adapter` is 'one'; loaded are two, three"):
+        ask(llm, "one")
+    with pytest.raises(OptionError, match="`adapter` is 'one'"):
+        llm.unload_adapter("one")
+
+
+def test_drafts_leave_answers_as_they_are(llm: LLM) -> None:
+    """Also of tokens that answers of the base, or of other adapters, had before."""
+    repeating = [*PROMPT, *PROMPT[:40]]
+    for adapter in (None, "one", "two"):
+        options: dict[str, Any] = {"adapter": adapter, "max_tokens": 30, "temperature": 0}
+        drafted, plain = (
+            llm.generate(repeating, speculate=speculate, ignore_eos=True, **options)
+            for speculate in (True, False)
+        )
+        assert drafted.tokens == plain.tokens
+
+
+def test_a_draft_model_drafts_without_an_adapter(
+    tiny_model: Path, adapters: dict[str, Path], write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    small = write_model(
+        tmp_path / "small",
+        num_hidden_layers=1,
+        hidden_size=96,
+    )
+    with load(str(tiny_model), adapters=adapters, draft=str(small), **SIZES) as llm:
+        drafted, plain = (
+            llm.generate(
+                PROMPT, adapter="one", speculate=s, max_tokens=20, temperature=0, ignore_eos=True
+            )
+            for s in (True, False)
+        )
+        assert drafted.tokens == plain.tokens
+
+
+def test_layered_prompts_have_their_adapter(tiny_model: Path, adapters: dict[str, Path]) -> None:
+    long = [*PROMPT, *PROMPT]
+    with load(str(tiny_model), adapters=adapters, **SIZES) as llm:
+        expected = ask(llm, "one", long).logprobs
+    with load(str(tiny_model), adapters=adapters, scheduling="layered", **SIZES) as llm:
+        others = threading.Thread(target=lambda: [ask(llm, "two") for _ in range(3)])
+        others.start()
+        found = ask(llm, "one", long).logprobs
+        others.join()
+    assert found == expected
+
+
+def test_embeddings_and_ranks_have_their_adapter(llm: LLM) -> None:
+    base, one = llm.embed("some text"), llm.embed("some text", adapter="one")
+    assert float(base @ one) < 0.99
+    np.testing.assert_array_equal(one, llm.embed("some text", adapter="one"))
+    ranks = [
+        [each.relevance for each in llm.rerank("a", ["bc", "de"], adapter=adapter)]
+        for adapter in (None, "one")
+    ]
+    assert ranks[0] != ranks[1]
+
+
+def test_adapters_need_the_native_kernels(tiny_model: Path, adapters: dict[str, Path]) -> None:
+    options = {"decode": "portable", "prefill": "cpu", "precision": "f32", **SIZES}
+    with load(str(tiny_model), **options) as llm:
+        with pytest.raises(UnsupportedModelError, match=r"needs the native kernels.*--lora"):
+            llm.load_adapter("one", adapters["one"])
+        assert llm.adapters == []
+        assert ask(llm).tokens
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs(
+    llm: LLM, adapters: dict[str, Path], write_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "other", hidden_size=192)
+    foreign = write_peft(tmp_path / "foreign", pairs_of(other))
+    with pytest.raises(ModelFormatError, match="for another model"):
+        llm.load_adapter("foreign", foreign)
+    with pytest.raises(OptionError, match="'one' is loaded already"):
+        llm.load_adapter("one", adapters["two"])
+    for arguments in ({"name": ""}, {"name": 3}, {"path": 4}, {"scale": "much"}):
+        with pytest.raises(EdgeLLMError):
+            llm.load_adapter(**{"name": "new", "path": adapters["one"], **arguments})
+    with pytest.raises(OptionError, match="loaded are one, two, three"):
+        ask(llm, "foreign")
+    with pytest.raises(OptionError, match="`adapter`"):
+        llm.session(adapter="foreign")

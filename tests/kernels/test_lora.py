@@ -1,0 +1,247 @@
+"""Adapters in the fused step: rows of one step with several of them, and with none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_model import EXPERTS, PARTS, SHAPES, UNEVEN, Model, Shape, span_of
+
+from edgellm.kernels.kv_blocks import KVBlocks, allocate
+from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter
+from edgellm.kernels.lora.weights import rounded
+from edgellm.kernels.step import StepSpan, reference
+
+LAYERS = {
+    "grouped queries": SHAPES[0],
+    "gemma3": PARTS["gemma3"],
+    "everything": PARTS["everything"],
+    "starcoder2": PARTS["starcoder2"],
+    "olmo2": PARTS["olmo2"],
+    "uneven heads": UNEVEN["heads"],
+    "experts": EXPERTS["every second layer"],
+}
+
+
+def changes_of(
+    model: Model, rank: int, *, parts: tuple[str, ...] = CHANGED, size: float = 0.5
+) -> dict[str, LowRank]:
+    """Random changes that are `size` times as large as what they are added to."""
+    rng, changes = np.random.default_rng(rank), {}
+    for name, matrix in model.floats.items():
+        _, _, part = name.rpartition(".")
+        index = int(name.split(".")[1]) if part in parts else 0
+        of_experts = model.weights.layers[index].routing is not None
+        if part not in parts or (of_experts and part in ("gate", "up", "down")):
+            continue
+        outputs, inputs = matrix.shape
+        a = rng.standard_normal((rank, inputs)).astype("f4") / np.sqrt(inputs).astype("f4")
+        b = rng.standard_normal((outputs, rank)).astype("f4")
+        changes[name] = LowRank(a, size * 3 * b / np.sqrt(rank).astype("f4"))
+    return changes
+
+
+def packed(model: Model, changes: dict[str, LowRank]) -> AdapterWeights:
+    return pack_adapter(
+        [
+            {
+                part: changes[f"layers.{i}.{part}"]
+                for part in CHANGED
+                if f"layers.{i}.{part}" in changes
+            }
+            for i in range(len(model.weights.layers))
+        ]
+    )
+
+
+def run(
+    library: ctypes.CDLL,
+    model: Model,
+    adapter: AdapterWeights | None,
+    cuts: list[int],
+    *,
+    threads: int = 2,
+    format: str = "f32",
+) -> tuple[np.ndarray, np.ndarray]:
+    views = model.views(format)
+    step, found = model.step(library, views), []
+    for start, end in zip([0, *cuts], cuts, strict=False):
+        span = span_of(views, model.tokens[start:end], start, logit_rows=end - start)
+        found.append(step.run([replace(span, adapter=adapter)], threads=threads))
+    states, logits = zip(*found, strict=True)
+    return np.concatenate(states), np.concatenate(logits)
+
+
+@functools.cache
+def reference_of(name: str, rank: int) -> tuple[Model, np.ndarray]:
+    model = Model(LAYERS[name])
+    changes = changes_of(model, rank)
+    states, _ = reference.forward(
+        model.weights, model.floats, model.tokens[:21], model.turns, format="f32", adapter=changes
+    )
+    return model, states
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5), strict=True)), ids=str
+)
+@pytest.mark.usefixtures("poisoned")
+def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> None:
+    model, expected = reference_of(name, rank)
+    adapter = packed(model, changes_of(model, rank))
+    states, _ = run(compiled, model, adapter, [1, 6, 21])
+    plain, _ = run(compiled, model, None, [21])
+
+    def distance(found: np.ndarray) -> float:
+        of_rows = np.abs(found - expected).mean(axis=1) / np.abs(expected).mean()
+        return float(np.median(of_rows))
+
+    assert distance(plain) > 0.2
+    assert distance(states) < (0.01 if model.shape.layers == 1 else 0.03)
+
+
+def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes.CDLL) -> None:
+    """One at a time, so that none stands in for another."""
+    model = Model(Shape(4, 2, 32, layers=2))
+    for part in CHANGED:
+        changes = changes_of(model, 4, parts=(part,), size=1.0)
+        expected, _ = reference.forward(
+            model.weights,
+            model.floats,
+            model.tokens[:9],
+            model.turns,
+            format="f32",
+            adapter=changes,
+        )
+        states, _ = run(native_library, model, packed(model, changes), [9])
+        plain, _ = run(native_library, model, None, [9])
+        near, far = (np.abs(found - expected).mean() for found in (states, plain))
+        assert near < 0.1 * far, part
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("everything", "f32"), ("uneven heads", "int8"), ("experts", "int8")]
+)
+def test_cuts_and_threads_make_no_difference(compiled: ctypes.CDLL, name: str, format: str) -> None:
+    model = Model(LAYERS[name])
+    adapter = packed(model, changes_of(model, 12))
+    expected = run(compiled, model, adapter, [140], threads=1, format=format)
+    for cuts, threads in (([1, 3, 9, 130, 140], 2), ([131, *range(132, 141)], 3)):
+        found = run(compiled, model, adapter, cuts, threads=threads, format=format)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["grouped queries", "everything", "experts"])
+@pytest.mark.usefixtures("poisoned")
+def test_rows_of_several_adapters_are_as_alone(compiled: ctypes.CDLL, name: str) -> None:
+    """Also rows of none, which have the bits of a step without adapters."""
+    model = Model(LAYERS[name])
+    adapters = [
+        packed(model, changes_of(model, 16)),
+        None,
+        packed(model, changes_of(model, 3, parts=("q", "v"))),
+        packed(model, changes_of(model, 40, parts=("o", "down", "up"))),
+        None,
+    ]
+    counts = (1, 7, 30, 1, 2)
+
+    def pools() -> list[KVBlocks]:
+        return [
+            allocate(
+                format="int8",
+                blocks=len(counts),
+                layers=[layer.pool for layer in model.weights.layers].count(pool),
+                kv_heads=model.weights.layers[0].kv_heads,
+                head_dim=model.weights.layers[0].head_dim,
+            )
+            for pool in range(1 + max(layer.pool for layer in model.weights.layers))
+        ]
+
+    spans = [
+        StepSpan(
+            tables=[[i]] * (1 + max(layer.pool for layer in model.weights.layers)),
+            tokens=model.tokens[9 * i : 9 * i + count],
+            start=0,
+            logit_rows=1,
+            adapter=adapter,
+        )
+        for i, (count, adapter) in enumerate(zip(counts, adapters, strict=True))
+    ]
+
+    def step(spans: list[StepSpan], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        made = pools()
+        built = model.step(compiled, [_View(blocks) for blocks in made])  # type: ignore[list-item]
+        found = built.run(spans, threads=threads)
+        assert found is not None
+        return found
+
+    together = step(spans, 3)
+    alone = [step([span], 1) for span in spans]
+    for ours, theirs in zip(together, zip(*alone, strict=True), strict=True):
+        np.testing.assert_array_equal(ours, np.concatenate(theirs))
+    plain = [step([replace(span, adapter=None)], 1) for span in spans]
+    for span, with_it, without in zip(spans, alone, plain, strict=True):
+        same = np.array_equal(with_it[1], without[1])
+        assert same == (span.adapter is None)
+
+
+class _View:
+    def __init__(self, blocks: KVBlocks) -> None:
+        self.blocks = blocks
+
+
+def test_an_adapter_of_another_model_is_refused(native_library: ctypes.CDLL) -> None:
+    model, other = Model(SHAPES[1]), Model(SHAPES[0])
+    views = model.views("f32")
+    span = span_of(views, [1], 0, logit_rows=1)
+    step = model.step(native_library, views)
+    with pytest.raises(ValueError, match="layers of the adapter is 1; needed is 3"):
+        step.run([replace(span, adapter=packed(other, changes_of(other, 2)))])
+    wide = Model(replace(SHAPES[0], layers=3))
+    with pytest.raises(ValueError, match=r"layers\.0\.q is \(576, 192\); needed is \(64, 96\)"):
+        step.run([replace(span, adapter=packed(wide, changes_of(wide, 2)))])
+    experts = Model(EXPERTS["one of three"])
+    views = experts.views("f32")
+    matrix = experts.floats["layers.0.down"]
+    change = LowRank(np.ones((1, matrix.shape[1]), "f4"), np.ones((matrix.shape[0], 1), "f4"))
+    with pytest.raises(ValueError, match="has no down"):
+        experts.step(native_library, views).run(
+            [
+                replace(
+                    span_of(views, [1], 0, logit_rows=1), adapter=pack_adapter([{"down": change}])
+                )
+            ]
+        )
+
+
+def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
+    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-9, 1 + 5 * 2**-9], np.float32)
+    assert rounded(values).tolist() == [1.0, 1.0, 1 + 2**-6, -1.0, 1 + 2**-7]
+
+
+def test_matrices_that_do_not_fit_are_refused() -> None:
+    def change(rank: int, of_b: int, outputs: int, inputs: int) -> LowRank:
+        return LowRank(np.ones((rank, inputs), "f4"), np.ones((outputs, of_b), "f4"))
+
+    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 24, 64)):
+        with pytest.raises(ValueError, match="needed are one rank"):
+            pack_adapter([{"q": wrong}])
+    with pytest.raises(ValueError, match="an adapter of router"):
+        pack_adapter([{"router": change(2, 2, 32, 64)}])
+
+
+def test_equal_matrices_have_equal_digests() -> None:
+    model = Model(SHAPES[1])
+    changes = changes_of(model, 4)
+    one, other = packed(model, changes), packed(model, changes)
+    assert one.digest == other.digest
+    moved = {**changes, "layers.0.q": LowRank(changes["layers.0.q"].a, -changes["layers.0.q"].b)}
+    assert packed(model, moved).digest != one.digest
+    swapped = [dict(layer) for layer in one.layers]
+    assert len(swapped) == 3
+    first = {"q": changes["layers.0.q"]}
+    assert pack_adapter([first, {}]).digest != pack_adapter([{}, first]).digest
