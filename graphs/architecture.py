@@ -140,6 +140,12 @@ def mlx_experts(layers: int, known: Callable[[str], bool]) -> Names:
     return {}
 
 
+# Releases of Qwen3.5 stack the matrices of all experts, where transformers writes one for each.
+HF_STACK = "mlp.experts.gate_up_proj"
+HF_STACKED_EXPERTS: Names = {
+    **{f"expert_{x}": Fused(f"model.layers.{{}}.{HF_STACK}", _GATE_UP) for x in _GATE_UP},
+    "expert_down": "model.layers.{}.mlp.experts.down_proj",
+}
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
@@ -157,6 +163,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
     "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
@@ -170,7 +177,11 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
     "layers that share keys and values": ("gemma3n", "gemma4"),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
-_HF_MODEL_TYPES: Mapping[str, str] = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+_HF_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 
 
 @dataclass(frozen=True)

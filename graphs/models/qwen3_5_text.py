@@ -38,12 +38,17 @@ _DEFAULTS = {
 _LAYER, _DELTA = "model.layers.{}", "model.layers.{}.linear_attn"
 
 
-def config_from_hf(fields: Fields) -> ModelConfig:
+def config_from_hf(fields: Fields, *, intermediate: str = "intermediate_size") -> ModelConfig:
+    """Read a `config.json` of Qwen3.5.
+
+    Args:
+        intermediate: key of the width of the MLP.
+    """
     fields.assume(_DEFAULTS)
     fields.require("attention_bias", False)
     fields.require("attn_output_gate", True)
     fields.ignore("mamba_ssm_dtype")  # of the states: always float32 here
-    config = llama.config_from_hf(fields, partial=True)
+    config = llama.config_from_hf(fields, intermediate=intermediate, partial=True)
     period = fields.read(int, "full_attention_interval")
     types = mixers_of_hf(fields, config.layer_count, others=(_LINEAR,))
     attends = _periodic(fields, config.layer_count, period)

@@ -10,7 +10,7 @@ from tiny_families import FAMILIES
 TRITON = ("gemma3_text",)
 WITH_EXPERTS = (
     *("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "qwen3_5_moe_text"),
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 WITH_STATES = ("lfm2", "lfm2_narrow", *DELTA_NETS)
