@@ -186,7 +186,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "full_attention_interval": 2,
             "head_dim": 32,
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            "linear_num_value_heads": 2,
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
             "num_experts": 5,

@@ -122,6 +122,14 @@ def qwen35_even(w: gguf.GGUFWriter) -> None:
     _delta_sizes(w, key_heads=3, value_heads=3, key_dim=16, value_dim=64, taps=3)
 
 
+def qwen35moe(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(8)
+    w.add_rope_dimension_sections([2, 1, 1, 0])
+    w.add_full_attention_interval(2)
+    w.add_expert_shared_feed_forward_length(64)
+    _delta_sizes(w, key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4)
+
+
 def _delta_sizes(
     w: gguf.GGUFWriter, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int
 ) -> None:
@@ -196,6 +204,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "starcoder2": (ARCH.STARCODER2, nothing, {"sliding_window": None}),
     "lfm2": (ARCH.LFM2, lfm2, {}),
     "qwen3_5_text_even": (ARCH.QWEN35, qwen35_even, {}),
+    "qwen3_5_moe_text": (ARCH.QWEN35MOE, qwen35moe, {}),
     "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
@@ -206,7 +215,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
 }
 PERMUTED = (ARCH.LLAMA, ARCH.GRANITE, ARCH.GRANITE_MOE, ARCH.SMOLLM3, ARCH.MISTRAL3)
-PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35)
+PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35, ARCH.QWEN35MOE)
 # Matrices that are stored in float32 whatever the type of the file.
 EXACT = ("ffn_gate_inp.weight", "shortconv.conv.weight", "ssm_conv1d.weight")
 
