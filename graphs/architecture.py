@@ -24,12 +24,14 @@ class Fused:
     Attributes:
         name: name of the file's tensor.
         parts: names of the layer's tensors whose rows it holds, in the order of the rows.
+        by_heads: whether it has this order within each of the layer's attention heads.
         interleaved: whether the parts take turns row by row, and not one whole part after another.
         transposed: whether a stack of floats has its columns first, `[X, K, N]`. (Codes never do.)
     """
 
     name: str
     parts: tuple[str, ...]
+    by_heads: bool = False
     interleaved: bool = False
     transposed: bool = False
 
@@ -138,6 +140,12 @@ def mlx_experts(layers: int, known: Callable[[str], bool]) -> Names:
     return {}
 
 
+# Releases of Qwen3.5 stack the matrices of all experts, where transformers writes one for each.
+HF_STACK = "mlp.experts.gate_up_proj"
+HF_STACKED_EXPERTS: Names = {
+    **{f"expert_{x}": Fused(f"model.layers.{{}}.{HF_STACK}", _GATE_UP) for x in _GATE_UP},
+    "expert_down": "model.layers.{}.mlp.experts.down_proj",
+}
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
@@ -156,14 +164,16 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "lfm2moe": "lfm2_moe",
     "mistral3": "ministral3",
     "qwen2moe": "qwen2_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
 _MISSING: Mapping[str, tuple[str, ...]] = {
     "a router of another kind": ("phimoe",),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh", "qwen35",
-        "qwen3next", "recurrentgemma", "rwkv",
+        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh",
+        "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
     "several residual streams (AltUp)": ("gemma3n",),
@@ -174,6 +184,8 @@ _HF_MODEL_TYPES: Mapping[str, str] = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_text",
     "gemma4_unified_text": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 
 

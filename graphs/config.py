@@ -21,7 +21,13 @@ _LARGEST = {
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
     "layer": {"experts": None, "shared": None, "scaled": False},
-    "mixer": {"sinks": False, "v_norm": False, "k_as_v": False, "kv_from": None},
+    "mixer": {
+        "sinks": False,
+        "output_gate": False,
+        "v_norm": False,
+        "k_as_v": False,
+        "kv_from": None,
+    },
     "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
@@ -185,6 +191,7 @@ class ModelConfig:
             "V made of K": any(each.k_as_v for each in attentions),
             "embeddings for each layer": self.layer_embedding is not None,
             "scaled layers": any(layer.scaled for layer in self.layers),
+            "gates of attention": any(each.output_gate for each in attentions),
         }
         *others, last = [part for part, there in parts.items() if there] or [""]
         return f"{', '.join(others)} and {last}" if others else last

@@ -58,7 +58,8 @@ class GGUFCheckpoint:
         family = architecture(name, gguf=True, origin=str(path))
         header = self._header(name)
         self.config = _config(family, header)
-        qkv = GGUF_FUSED_QKV if _FUSED_QKV in self._tensors else {}
+        fused = _FUSED_QKV in self._tensors and self.config.layers[0].attends
+        qkv = GGUF_FUSED_QKV if fused else {}
         experts = GGUF_FUSED_EXPERTS if _FUSED_EXPERTS in self._tensors else {}
         self._translation = Translation(
             config=self.config,

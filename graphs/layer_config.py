@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import LANE_BLOCK
 
@@ -26,6 +27,10 @@ _LARGEST = {
     "taps": 16,
     "state_dim": 1 << 12,
     "groups": 1 << 12,
+    "key_heads": 1 << 12,
+    "value_heads": 1 << 12,
+    "key_dim": 1 << 12,
+    "value_dim": 1 << 12,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
@@ -78,6 +83,8 @@ class Attention:
         k_as_v: whether V is K before its norm and RoPE, and has no projection of its own.
         kv_from: index of the layer before whose K and V this one reads in place of its own; its
             norm, window and sizes of K and V are those of that layer. None: it has its own.
+        output_gate: whether the attention output is multiplied by the sigmoid of a projection of
+            its own before the output projection.
         sinks: whether each head has a score without key and value in its softmax
             (Xiao et al., arXiv:2309.17453).
     """
@@ -95,6 +102,7 @@ class Attention:
     v_norm: bool = False
     k_as_v: bool = False
     kv_from: int | None = None
+    output_gate: bool = False
     sinks: bool = False
 
     def __post_init__(self) -> None:
@@ -223,8 +231,59 @@ class Mamba2:
         return (self.taps - 1) * self.channels + self.size * self.state_dim
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Gated delta net (Yang et al., arXiv:2412.06464) behind a convolution of q, k and v.
+
+    Attributes:
+        taps: rows that a row's convolution sees, itself included.
+        tiled: whether value head j has key head `j % key_heads`, as in GGUF files; else it has
+            `j // (value_heads / key_heads)`.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        if self.value_heads % self.key_heads:
+            raise ModelFormatError(
+                f"model config: value_heads ({self.value_heads}) must be a multiple of "
+                f"key_heads ({self.key_heads})"
+            )
+        if self.key_dim % LANES or self.value_dim % STATE_COLUMNS:
+            raise UnsupportedModelError(
+                f"model config: key_dim is {self.key_dim} and value_dim {self.value_dim}; needed "
+                f"are multiples of {LANES} and of {STATE_COLUMNS}"
+            )
+        if not 2 <= self.taps <= MOST_TAPS:
+            raise UnsupportedModelError(
+                f"model config: taps is {self.taps}; 2 to {MOST_TAPS} are supported"
+            )
+
+    @property
+    def size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.size
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a state: rows that the next one's convolution sees, and a matrix a head."""
+        matrices = self.value_heads * self.key_dim * self.value_dim
+        return (self.taps - 1) * self.channels + matrices
+
+
 # What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
-Mixer = Attention | ShortConv | Mamba2
+Mixer = Attention | ShortConv | Mamba2 | DeltaNet
 
 
 @dataclass(frozen=True, kw_only=True)

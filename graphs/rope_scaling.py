@@ -27,8 +27,9 @@ _THETA = 10000.0
 _KEYS = (
     "attention_factor", "attn_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor",
     "llama_4_scaling_beta", "long_factor", "low_freq_factor", "max_position_embeddings",
-    "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings",
-    "rope_theta", "rope_type", "short_factor", "truncate", "type",
+    "mrope_interleaved", "mrope_section", "mscale", "mscale_all_dim",
+    "original_max_position_embeddings", "rope_theta", "rope_type", "short_factor", "truncate",
+    "type",
 )  # fmt: skip
 _LONGROPE = ("longrope", "su")
 # Limit of alpha, far above every model, and small enough to be raised to a power as a float.

@@ -11,6 +11,9 @@ import numpy as np
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import (
+    HF_NAMES,
+    HF_STACK,
+    HF_STACKED_EXPERTS,
     Architecture,
     Names,
     architecture,
@@ -101,7 +104,7 @@ class SafetensorsCheckpoint:
         self.config = replace(read.config, tied_embedding=tied)
         self._translation = Translation(
             config=self.config,
-            names={**family.hf_names, **self._stacked_experts()},
+            names={**family.hf_names, **self._stacked_experts(family.hf_names)},
             interleaved=family.hf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (
@@ -121,7 +124,12 @@ class SafetensorsCheckpoint:
                 return checked(weight, f"{self.path}: tensor {key}")
         return self._folder.tensor(key)
 
-    def _stacked_experts(self) -> Names:
+    def _stacked_experts(self, names: Names) -> Names:
+        if names.get("expert_gate") == HF_NAMES["expert_gate"] and any(
+            self._file_name(f"model.layers.{i}.{HF_STACK}") in self._folder
+            for i in range(self.config.layer_count)
+        ):
+            return HF_STACKED_EXPERTS
         return mlx_experts(
             self.config.layer_count, lambda name: self._file_name(name) in self._folder
         )

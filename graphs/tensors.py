@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, DeltaNet, LayerConfig, Mamba2, Mixer, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, matrix whose rows are looked up
@@ -58,8 +58,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         mlp_norm [E]    gate, up [F, E]    down [E, F]    post_mlp_norm [E]
 
     The norm before a mixer of another kind is called attention_norm too. In place of Q, K and V a
-    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps].
-    Mamba-2 has
+    short convolution has conv_in [3E, E] (rows of B, then C, then x) and conv [E, taps]; a delta
+    net with N key heads and M value heads has delta_qkv [2N*K+M*V, E], delta_z [M*V, E], delta_a
+    and delta_b [M, E], conv [2N*K+M*V, taps], decay and dt_bias [M], delta_norm [V]. The outputs
+    of attention may have a gate, q_gate [H*D, E]. Mamba-2 has
 
         mamba_in [N, E] (rows of z, x, B, C and dt)    conv [channels, taps]    dt_bias [H]
         decay, skip [H]: A, which is negative, and D    mamba_norm [H*D]
@@ -122,6 +124,8 @@ def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
             yield TensorSpec(f"{name}_norm", (width,), "vector")
     if attention.sinks:
         yield TensorSpec("sinks", (attention.heads,), "vector")
+    if attention.output_gate:
+        yield TensorSpec("q_gate", (attention.size, e), "linear")
     yield from _linear("o", e, attention.size, bias=attention.output_bias)
 
 
@@ -142,11 +146,30 @@ def _mamba2_tensors(mamba: Mamba2, e: int) -> Iterator[TensorSpec]:
     yield TensorSpec("o", (e, mamba.size), "linear")
 
 
+def _delta_net_tensors(net: DeltaNet, e: int) -> Iterator[TensorSpec]:
+    outputs = {"qkv": net.channels, "z": net.size, "a": net.value_heads, "b": net.value_heads}
+    for name, width in outputs.items():
+        yield TensorSpec(f"delta_{name}", (width, e), "linear")
+    yield TensorSpec("conv", (net.channels, net.taps), "vector")
+    for name in ("decay", "dt_bias"):
+        yield TensorSpec(name, (net.value_heads,), "vector")
+    yield TensorSpec("delta_norm", (net.value_dim,), "vector")
+    yield TensorSpec("o", (e, net.size), "linear")
+
+
 _MIXERS: Mapping[type[Mixer], Callable[[Any, int], Iterator[TensorSpec]]] = {
     Attention: _attention_tensors,
     ShortConv: _short_conv_tensors,
     Mamba2: _mamba2_tensors,
+    DeltaNet: _delta_net_tensors,
 }
+
+
+def mixer_inputs(config: ModelConfig, layer: int) -> list[str]:
+    """Return the names within a layer of its mixer's input projections."""
+    mixer = config.layers[layer].mixer
+    specs = _MIXERS[type(mixer)](mixer, config.hidden_size)
+    return [spec.name for spec in specs if spec.role == "linear" and spec.name != "o"]
 
 
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:

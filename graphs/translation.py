@@ -85,11 +85,13 @@ class Translation:
             bias = canonical.endswith("_bias")
             tensor = flattened(tensor, experts, name=whole, matrices=not bias)
         if isinstance(name, Fused):
-            tensor = self._part(canonical, name, tensor, stacks=max(experts, 1))
+            layer = self.config.layers[int(canonical.split(".")[1])]
+            stacks = layer.attention.heads if name.by_heads else max(experts, 1)
+            tensor = self._part(canonical, name, tensor, stacks=stacks)
         return tensor
 
     def _part(self, canonical: str, fused: Fused, tensor: Tensor, *, stacks: int) -> Tensor:
-        """Return the rows of one of a fused tensor's parts, of each of the stacked matrices."""
+        """Return the rows of one of a fused tensor's parts, of each of its stacks of rows."""
         _, layer, part = canonical.split(".")
         rows = {spec.name: spec.shape[0] for spec in layer_tensors(self.config, int(layer))}
         counts = [rows[name] // stacks for name in fused.parts]

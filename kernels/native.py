@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
     loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "linear", "mamba2", "candidates"):
+    for name in ("attend", "append", "linear", "mamba2", "delta_net", "candidates"):
         loaded[f"edgellm_{name}"].restype = None
     loaded.edgellm_step.restype = ctypes.c_int32
     loaded.edgellm_step_workspace.restype = ctypes.c_size_t

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places
-from edgellm.graphs.layer_config import Attention, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
@@ -73,11 +74,24 @@ def _mamba2(mixer: Mamba2, parts: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": Mamba2Weights(mamba_in=parts.pop("mamba_in"), vectors=vectors)}
 
 
+def _delta_net(net: DeltaNet, parts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mixer": DeltaNetWeights(
+            **{name: parts.pop(f"delta_{name}") for name in ("qkv", "z", "a", "b", "norm")},
+            **{name: parts.pop(name) for name in ("decay", "dt_bias")},
+            conv=np.ascontiguousarray(parts.pop("conv").T),
+            key_heads=net.key_heads,
+            tiled=net.tiled,
+        )
+    }
+
+
 # Kind of mixer -> what `LayerWeights` has of it; tensors of its own are taken out of the layer's.
 _MIXERS: Mapping[type[Mixer], Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
     Attention: _attention,
     ShortConv: _short_conv,
     Mamba2: _mamba2,
+    DeltaNet: _delta_net,
 }
 
 

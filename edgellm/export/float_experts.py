@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
-from edgellm.graphs.layer_config import Attention, Mamba2, Mixer, ShortConv
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.layer_config import Attention
+from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.experts.reference import shares
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.step.reference import activate, gated, norm
@@ -24,8 +24,6 @@ Floats = NDArray[np.float32]
 
 # The residual before layer 0 [n, E], and rows of tokens' embeddings for each layer [n, layers * P].
 FIRST, EMBEDDINGS = "first", "embeddings"
-# Kind of mixer that does not attend -> its input projections.
-_INPUTS: Mapping[type[Mixer], Sequence[str]] = {ShortConv: ("conv_in",), Mamba2: ("mamba_in",)}
 
 
 class ExpertSegment:
@@ -59,8 +57,11 @@ class ExpertSegment:
         mixer = self._config.layers[self._index].mixer
         if isinstance(mixer, Attention):
             parts = [self._product(f"{name}.q", x), *self._keys_and_values(mixer, x, handed_on)]
+            if mixer.output_gate:
+                parts.append(self._product(f"{name}.q_gate", x))
         else:
-            parts = [self._product(f"{name}.{part}", x) for part in _INPUTS[type(mixer)]]
+            names = mixer_inputs(self._config, self._index)
+            parts = [self._product(f"{name}.{part}", x) for part in names]
         qkv = np.concatenate(parts, axis=-1)
         return {contract.RESIDUAL_OUT: residual, contract.QKV: qkv, **handed_on}
 

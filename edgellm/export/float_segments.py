@@ -30,8 +30,10 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
-from edgellm.graphs.layer_config import Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import DeltaNet, Mamba2, Mixer, ShortConv
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.kernels.delta_net import DeltaRule
+from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.short_conv import reference as short_conv
@@ -92,12 +94,15 @@ class WindowAttention:
         """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
 
         Args:
-            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`, or what the input projections
-                of another mixer give.
+            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`, with their gates behind them
+                where there are some, or what the input projections of another mixer give.
         """
         if layer in self._mixers:
             return self._mixers[layer](qkv)
-        return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
+        width = self._attention.config.layers[layer].attention.qkv_size
+        view = self._views[self._sizes[layer]]
+        attended = self._attention(layer, view, 0, 0, np.ascontiguousarray(qkv[:, :width]))
+        return attended / (1 + np.exp(-qkv[:, width:])) if qkv.shape[1] > width else attended
 
 
 def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
@@ -117,9 +122,35 @@ def _mamba2(checkpoint: Checkpoint, name: str) -> Mix:
     return mix
 
 
+def _delta_net(checkpoint: Checkpoint, name: str) -> Mix:
+    net = checkpoint.config.layers[int(name.split(".")[1])].mixer
+    assert isinstance(net, DeltaNet)
+    conv, decay, dt_bias, norm = (
+        checkpoint.tensor(f"{name}.{part}").float32()
+        for part in ("conv", "decay", "dt_bias", "delta_norm")
+    )
+    rule = DeltaRule(
+        conv=conv.T,
+        decay=decay,
+        dt_bias=dt_bias,
+        norm=norm,
+        key_heads=net.key_heads,
+        tiled=net.tiled,
+    )
+    parts = np.cumsum([net.channels, net.size, net.value_heads])
+    epsilon = checkpoint.config.norm_eps
+
+    def mix(rows: Floats) -> Floats:
+        qkv, z, a, b = np.split(rows.astype(np.float64), parts, axis=1)
+        return delta_net.delta_net(rule, (qkv, z, a, b), epsilon)[0].astype(np.float32)
+
+    return mix
+
+
 _MIXERS: Mapping[type[Mixer], Callable[[Checkpoint, str], Mix]] = {
     ShortConv: _short_conv,
     Mamba2: _mamba2,
+    DeltaNet: _delta_net,
 }
 
 # A function from a segment's inputs to its outputs, both by name.

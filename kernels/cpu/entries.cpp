@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../delta_net/call.h"
 #include "../experts/memory.h"
 #include "../step/call.h"
 #include "../step/mixing.h"
@@ -32,6 +33,8 @@ void edgellm_mamba2(const edgellm::Mamba2Call* call) { EDGELLM_CALL(mamba2(*call
 double edgellm_bare_products(int32_t threads, int32_t turns) { EDGELLM_CALL(bare_products(threads, turns)) }
 
 int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }
+
+void edgellm_delta_net(const edgellm::DeltaNetCall* call) { EDGELLM_CALL(delta_net(*call)) }
 
 size_t edgellm_step_workspace(const edgellm::StepCall* call) { return scalar::workspace(*call); }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attention/call.h"
+#include "../delta_net/call.h"
 #include "../experts/call.h"
 #include "../kv_append/call.h"
 #include "../linear/call.h"
@@ -12,7 +13,7 @@
 namespace edgellm {
 
 enum Activation : int32_t { SILU, GELU_TANH, CLAMPED_SWIGLU };
-enum Mixer : int32_t { ATTENTION, SHORT_CONV, MAMBA2 };
+enum Mixer : int32_t { ATTENTION, SHORT_CONV, MAMBA2, DELTA_NET };
 
 // Of a row of the residual: an RMS norm, or with a bias a layer norm; without a weight none.
 struct Norm {
@@ -32,6 +33,7 @@ struct Layer {
     // before its norm. gate without panels where there is none; with a router the three of all experts, one behind the
     // other, as are their biases
     Linear q, k, v, o, gate, up, down;
+    Linear output_gate;  // of attention; without panels where there is none
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     Norm post_attention_norm, mlp_norm;
@@ -44,6 +46,7 @@ struct Layer {
     LayerInput input;
     ShortConv short_conv;
     Mamba2 mamba2;
+    DeltaNet delta_net;
     float scale, softcap;  // of the scores; softcap 0: none
     float output_scale;    // of the residual, at the end of the layer
     int32_t heads, window, rope, activation;
@@ -53,14 +56,16 @@ struct Layer {
     bool attends() const { return mixer == ATTENTION; }
     bool has_own_kv() const { return k.panels != nullptr; }
     bool has_input() const { return input.gate.panels != nullptr; }
+    int qkv_outputs() const { return q.outputs + 2 * k.outputs; }  // V may be K
     // What the mixer's input projections give for a row.
     int mixed_outputs() const {
+        if (mixer == SHORT_CONV) return short_conv.in.outputs;
         if (mixer == MAMBA2) return mamba2.inputs();
-        return attends() ? q.outputs + 2 * k.outputs : short_conv.in.outputs;
+        return mixer == DELTA_NET ? delta_net.outputs() : qkv_outputs() + output_gate.outputs;
     }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
-    bool any_fine() const { return q.fine || k.fine || v.fine; }
+    bool any_fine() const { return q.fine || k.fine || v.fine || delta_net.a.fine; }
 };
 
 // A decoder-only transformer; the same fields, in the same order, as in native.py.

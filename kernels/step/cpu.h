@@ -4,7 +4,7 @@
 // do not write to each other's.
 struct Buffers {
     float *residual, *branch, *mixed, *parts;  // branch: what a norm takes before it is added
-    float* q;                                  // rotated queries, or rows behind a convolution
+    float *q, *delta;  // rotated queries, or rows behind a convolution; between the phases of a delta net
     edgellm::Rows x, first{};  // first: what enters layer 0, for layers that have embeddings of their own
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
@@ -16,12 +16,15 @@ struct Buffers {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
         int mixed_outputs = 0, width = 0, wide = 0, intermediate = 0;
+        size_t delta_floats = 0;
         bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
             width = std::max(width, layer.o.inputs);
             wide = std::max(wide, layer.mixer == edgellm::MAMBA2 ? layer.mamba2.mixed() : layer.o.inputs);
+            if (layer.mixer == edgellm::DELTA_NET)
+                delta_floats = std::max(delta_floats, edgellm::DeltaNetBuffers::floats(layer.delta_net, rows));
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight || layer.has_input();
             inputs = inputs || layer.has_input();
@@ -41,6 +44,7 @@ struct Buffers {
         mixed = floats(size_t(rows) * mixed_outputs);
         q = floats(size_t(rows) * wide);
         parts = floats(sums);
+        delta = floats(delta_floats);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(edgellm::Rows::bytes(rows, width));
@@ -88,6 +92,8 @@ public:
                 run_short_conv(worker, layer, l);
             else if (layer.mixer == edgellm::MAMBA2)
                 run_mamba2(worker, layer, l);
+            else if (layer.mixer == edgellm::DELTA_NET)
+                run_delta_net(worker, layer, l);
             else
                 run_attention(worker, layer, l);
             const Changed o{&layer, &edgellm::LayerChanges::o};
@@ -171,6 +177,30 @@ private:
             weights(layer.o));
     }
 
+    void run_delta_net(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::DeltaNet& net = layer.delta_net;
+        const edgellm::Mixing here = mixing(layer);
+        enter_layer(worker, l, net.qkv);
+        multiply(worker, {{&net.qkv, b_.mixed},
+                          {&net.z, b_.mixed + net.z_at()},
+                          {&net.a, b_.mixed + net.a_at()},
+                          {&net.b, b_.mixed + net.b_at()}},
+                 b_.x, net.outputs(), false);
+        std::vector<edgellm::DeltaSpan> spans;
+        for (int s = 0; s < call_.span_count; ++s)
+            spans.push_back({here.before(s), call_.spans[s].states[layer.pool].targets, call_.spans[s].rows});
+        const DeltaNetRows rows(net, b_.mixed, b_.delta, std::move(spans), here.state, rows_, call_.threads);
+        rows.run(worker);
+        every_row(
+            worker,
+            [&](int r) {
+                float* out = static_cast<float*>(edgellm::scratch(4 * size_t(net.values())));
+                rows.finish(r, model_.epsilon, out);
+                quantize_groups(out, 0, net.values() / edgellm::GROUP, here.out, r, false);
+            },
+            weights(layer.o));
+    }
+
     void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
         const edgellm::Rows attended = mixer_out(layer);
@@ -181,7 +211,8 @@ private:
         b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
         multiply(worker, {{&layer.q, b_.mixed, q},
                           {&layer.k, b_.mixed + layer.q.outputs, k},
-                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v}},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float *qkv = b_.mixed + size_t(r) * outputs, *q = b_.q + size_t(r) * heads.width();
@@ -196,8 +227,7 @@ private:
         });
         attention(worker, layer, heads);
         every_row(
-            worker, [&](int r) { join_splits(layer, heads, attended, r); },
-            weights(layer.o));
+            worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
     }
 
     // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
@@ -415,6 +445,10 @@ private:
             for (int s = 1; s < heads.spans[span].splits; ++s)
                 join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
             finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out + head * heads.head_dim);
+        }
+        if (layer.output_gate.panels) {
+            const float* gate = b_.mixed + size_t(r) * layer.mixed_outputs() + layer.qkv_outputs();
+            for (int i = 0; i < heads.width(); i += LANES) store(out + i, load(out + i) * sigmoid(load(gate + i)));
         }
         b_.adapters.keep(r, out, 0, heads.width());
         quantize_groups(out, 0, heads.width() / edgellm::GROUP, attended, r, false);

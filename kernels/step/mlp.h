@@ -1,5 +1,10 @@
 // The MLP of some rows, up to its second product; included once for each instruction set.
 
+inline Vec sigmoid(Vec t) {
+    const Vec e = exp_negative(-magnitude(t));
+    return (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
+}
+
 // What the MLP of a layer, or one of its experts, has before its second product.
 struct Mlp {
     edgellm::Linear gate, up;            // gate without panels where there is none
@@ -15,9 +20,7 @@ inline Vec activated(Vec x, int activation) {
     if (activation == edgellm::GELU_TANH)
         t = x * (splat(1.5957691216f) + splat(0.0713548163f) * x * x);
     if (activation == edgellm::CLAMPED_SWIGLU) t = splat(1.702f) * x;
-    const Vec e = exp_negative(-magnitude(t));
-    const Vec share = (t < Vec{} ? e : splat(1.0f)) / (splat(1.0f) + e);
-    return x * share;
+    return x * sigmoid(t);
 }
 
 // activation(gate) * up. gpt-oss clamps both, and adds 1 to up; NaN stays NaN.

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
@@ -45,7 +47,7 @@ from edgellm.kernels.step.weights import (
 Floats = NDArray[np.float32]
 
 # In the order of `Mixer` in call.h.
-_MIXERS = (type(None), ShortConvWeights, Mamba2Weights)
+_MIXERS = (type(None), ShortConvWeights, Mamba2Weights, DeltaNetWeights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -110,6 +112,7 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        ("output_gate", LinearLayer),
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
         ("router", _Router),
@@ -118,6 +121,7 @@ class _Layer(ctypes.Structure):
         ("input", _LayerInput),
         ("short_conv", ShortConvLayer),
         ("mamba2", Mamba2Layer),
+        ("delta_net", DeltaNetLayer),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "mixer", "state_size")),
@@ -204,6 +208,7 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
+        LinearLayer() if layer.q_gate is None else layer_of(layer.q_gate),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
         _Router.of(layer),
@@ -212,6 +217,7 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         _LayerInput.of(layer.input),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
         Mamba2Layer.of(mixer) if isinstance(mixer, Mamba2Weights) else Mamba2Layer(),
+        DeltaNetLayer.of(mixer) if isinstance(mixer, DeltaNetWeights) else DeltaNetLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.output_scale,

@@ -7,6 +7,7 @@
 #include "../lora/cpu.h"
 #include "mlp.h"
 #include "layer_input.h"
+#include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
 #include "../short_conv/cpu.h"
 #include "../mamba2/cpu.h"

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention import reference as attention
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
@@ -23,6 +25,8 @@ from edgellm.kernels.step.weights import Activation, LayerWeights, StateMixer, W
 
 Floats = NDArray[np.float64]
 Matrices = Mapping[str, NDArray[np.float32]]
+# Matrices whose inputs have 16 bits in the kernels.
+_FINE = ("v", "k_as_v", "delta_a", "delta_b")
 Changes = Mapping[str, LowRank]
 # Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
@@ -89,7 +93,7 @@ def through(
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
         turn = ropes[layer.rope]
         if layer.mixer is not None:
-            mixed = _mixed(normed, layer.mixer, product)
+            mixed = _mixed(normed, layer.mixer, product, weights.epsilon)
         else:
             if layer.kv_from is None:
                 kept[index] = _keys_and_values(normed, layer, product, turn, format)
@@ -189,14 +193,20 @@ def _attention(
         softcap=layer.softcap,
         sinks=layer.sinks,
     )
-    return attended.reshape(len(x), -1)
+    attended = attended.reshape(len(x), -1)
+    if layer.q_gate is None:
+        return attended
+    return np.asarray(attended / (1 + np.exp(-product(x, "q_gate"))))
 
 
-def _mixed(x: Floats, mixer: StateMixer, product: _Product) -> Floats:
+def _mixed(x: Floats, mixer: StateMixer, product: _Product, epsilon: float) -> Floats:
     """Compute what a mixer with states gives for all rows of a sequence, from its start."""
     if isinstance(mixer, Mamba2Weights):
         vectors = mixer.vectors
         return mamba2.mix(product(x, "mamba_in"), vectors, mamba2.State.zero(vectors))[0]
+    if isinstance(mixer, DeltaNetWeights):
+        qkv, z, a, b = (product(x, f"delta_{name}") for name in ("qkv", "z", "a", "b"))
+        return delta_net.delta_net(mixer, (qkv, z, a, b), epsilon)[0]
     return short_conv.mix(product(x, "conv_in"), mixer.filters)
 
 
@@ -250,14 +260,14 @@ def _products(
 ) -> _Product:
     """Return a function for the products of one layer, or of one of its experts.
 
-    V, and K that is V as well, take their inputs unrounded: the kernels round these to 16 bits.
+    Some take their input unrounded, because the kernels round it to 16 bits.
 
     Args:
         part, parts: number of an expert, and of all, of the matrices' rows.
     """
 
     def product(x: Floats, name: str) -> Floats:
-        exact, name = name in ("v", "k_as_v"), name.removesuffix("_as_v")
+        exact, name = name in _FINE, name.removesuffix("_as_v")
         weight, by = np.split(matrices[prefix + name], parts)[part], changes.get(prefix + name)
         added = 0.0 if by is None else change(x, by)
         if rounded and not exact:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
@@ -24,7 +25,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 # Weights of a mixer that keeps a state in place of K and V. Each has `linears` (its input
 # projections), `size` (inputs of the layer's `o`), `state_size` (float32 numbers of a state), and
 # `check`, which raises a ValueError where its parts do not fit each other and the residual's width.
-StateMixer = ShortConvWeights | Mamba2Weights
+StateMixer = ShortConvWeights | Mamba2Weights | DeltaNetWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class LayerWeights:
         q, k, v, heads: projections of attention, and its number of query heads. k and v are None in
             a layer that reads those of another; v alone is None where V is K before its norm.
         kv_from: index of the layer whose K and V this one reads; None: its own.
+        q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
@@ -102,6 +104,7 @@ class LayerWeights:
     v: PackedWeights | None = None
     heads: int = 0
     kv_from: int | None = None
+    q_gate: PackedWeights | None = None
     mixer: StateMixer | None = None
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
@@ -169,7 +172,8 @@ class LayerWeights:
         mixer = (self.q, self.k, self.v) if self.mixer is None else self.mixer.linears
         given = self.input
         inputs = () if given is None else (given.context, given.gate, given.output)
-        every = (*mixer, self.o, self.gate, self.up, self.down, *(self.shared or ()), *inputs)
+        mlp = (self.gate, self.up, self.down, *(self.shared or ()))
+        every = (*mixer, self.q_gate, self.o, *mlp, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
@@ -264,7 +268,8 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
     if layer.mixer is None:
         sizes |= _check_attention(layer, hidden)
     else:
-        _require("projections beside a mixer", (layer.q, layer.k, layer.v), (None, None, None))
+        beside = layer.q, layer.k, layer.v, layer.q_gate
+        _require("projections beside a mixer", beside, (None,) * 4)
         layer.mixer.check(hidden)
         _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
@@ -292,6 +297,8 @@ def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
     for name, linear, outputs in (("q", layer.q, width), ("k", layer.k, kv), ("v", layer.v, kv)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (outputs, hidden))
+    if layer.q_gate is not None:
+        _require("q_gate", (layer.q_gate.outputs, layer.q_gate.inputs), (width, hidden))
     # a row of Q ends where K begins: a padded panel would write over it
     if layer.q is None or width % heads or width % PANEL or kv % PANEL:
         raise ValueError(

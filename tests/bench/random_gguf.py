@@ -1,9 +1,9 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|experts|olmoe|hybrid]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|qwen35|experts|olmoe|hybrid]
 
-    TinyLlama, Llama 3 8B, Qwen3-0.6B, a quarter of the layers of Qwen3-30B-A3B, OLMoE 1B-7B,
-    Granite-4.0-H-1B
+    TinyLlama, Llama 3 8B, Qwen3-0.6B, Qwen3.5-0.8B, a quarter of the layers of Qwen3-30B-A3B,
+    OLMoE 1B-7B, Granite-4.0-H-1B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -36,14 +36,20 @@ class Shape:
     experts: int = 0
     used: int = 0
     mamba_heads: int = 0  # of 64 channels with 128 numbers, in nine of ten layers
+    delta_heads: int = 0  # of key and of value in three of four layers
 
     def attends(self, layer: int) -> bool:
-        return not self.mamba_heads or layer % 10 == 5
+        if self.mamba_heads:
+            return layer % 10 == 5
+        return not self.delta_heads or layer % 4 == 3
 
 
+# Width of the heads of delta nets, and taps of their convolution.
+DELTA_DIM, TAPS = 128, 4
 SHAPES = {
     "1b": Shape(32_000, 2048, 5632, 22, 32, 4, 64),
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
+    "qwen35": Shape(248_320, 1024, 3584, 24, 8, 2, 256, "qwen35", delta_heads=16),
     "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
     "olmoe": Shape(50_304, 2048, 1024, 16, 16, 16, 128, "olmoe", experts=64, used=8),
     "hybrid": Shape(100_352, 1536, 4096, 40, 12, 4, 128, "granitehybrid", mamba_heads=48),
@@ -127,7 +133,14 @@ def main() -> None:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.delta_heads else shape.head_dim)
+    if shape.delta_heads:
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
+        writer.add_ssm_conv_kernel(TAPS)
+        writer.add_ssm_state_size(DELTA_DIM)
+        writer.add_ssm_group_count(shape.delta_heads)
+        writer.add_ssm_time_step_rank(shape.delta_heads)
+        writer.add_ssm_inner_size(shape.delta_heads * DELTA_DIM)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(shape.vocabulary)
     tokens, types = vocabulary(shape.vocabulary)
@@ -148,38 +161,57 @@ def main() -> None:
             name, data = f"{name}_exps", data.reshape(experts, rows, -1)
         writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
 
-    for table in ("token_embd", "output")[: 1 if shape.mamba_heads else 2]:
+    def ones(name: str, size: int, value: float = 1.0) -> None:
+        writer.add_tensor(name, np.full(size, value, np.float32))
+
+    # those of the hybrids are one
+    tied = shape.mamba_heads or shape.delta_heads
+    for table in ("token_embd", "output")[: 1 if tied else 2]:
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(
             f"{table}.weight", q8_0(rng, shape.vocabulary, shape.hidden), raw_dtype=kind
         )
     for layer in range(shape.layers):
         block = f"blk.{layer}"
-        size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        for norm in ("attn_norm", "ffn_norm"):
-            writer.add_tensor(f"{block}.{norm}.weight", np.ones(shape.hidden, np.float32))
-        if not attends[layer]:
-            mamba_vectors(writer, block, shape.mamba_heads, rng)
-            add(f"{block}.ssm_in", shape.mamba_heads * 129 + 256, shape.hidden)
-            add(f"{block}.ssm_out", shape.hidden, shape.mamba_heads * 64)
-        if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
-            widths = {"q": shape.head_dim, "k": shape.head_dim}
-            if shape.architecture == "olmoe":
-                widths = {"q": size, "k": kv_size}
-            for part, width in widths.items():
-                writer.add_tensor(f"{block}.attn_{part}_norm.weight", np.ones(width, np.float32))
-        if attends[layer]:
-            add(f"{block}.attn_q", size, shape.hidden)
+        ones(f"{block}.attn_norm.weight", shape.hidden)
+        before_mlp = "post_attention_norm" if shape.delta_heads else "ffn_norm"
+        ones(f"{block}.{before_mlp}.weight", shape.hidden)
+        if shape.attends(layer):
+            size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+            if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
+                widths = {"q": shape.head_dim, "k": shape.head_dim}
+                if shape.architecture == "olmoe":
+                    widths = {"q": size, "k": kv_size}
+                for part, width in widths.items():
+                    ones(f"{block}.attn_{part}_norm.weight", width)
+            gated = 2 if shape.delta_heads else 1
+            add(f"{block}.attn_q", gated * size, shape.hidden)
             add(f"{block}.attn_k", kv_size, shape.hidden)
             add(f"{block}.attn_v", kv_size, shape.hidden)
             add(f"{block}.attn_output", shape.hidden, size)
+        elif shape.mamba_heads:
+            mamba_vectors(writer, block, shape.mamba_heads, rng)
+            add(f"{block}.ssm_in", shape.mamba_heads * 129 + 256, shape.hidden)
+            add(f"{block}.ssm_out", shape.hidden, shape.mamba_heads * 64)
+        else:
+            size = shape.delta_heads * DELTA_DIM
+            add(f"{block}.attn_qkv", 3 * size, shape.hidden)
+            add(f"{block}.attn_gate", size, shape.hidden)
+            add(f"{block}.ssm_alpha", shape.delta_heads, shape.hidden)
+            add(f"{block}.ssm_beta", shape.delta_heads, shape.hidden)
+            add(f"{block}.ssm_out", shape.hidden, size)
+            conv = rng.standard_normal((3 * size, TAPS), np.float32)
+            writer.add_tensor(f"{block}.ssm_conv1d.weight", conv)
+            ones(f"{block}.ssm_a", shape.delta_heads, -0.1)
+            ones(f"{block}.ssm_dt.bias", shape.delta_heads)
+            ones(f"{block}.ssm_norm.weight", DELTA_DIM)
         if shape.experts:
             router = rng.standard_normal((shape.experts, shape.hidden), np.float32)
             writer.add_tensor(f"{block}.ffn_gate_inp.weight", router / shape.hidden**0.5)
         add(f"{block}.ffn_gate", shape.intermediate, shape.hidden, experts=shape.experts)
         add(f"{block}.ffn_up", shape.intermediate, shape.hidden, experts=shape.experts)
         add(f"{block}.ffn_down", shape.hidden, shape.intermediate, experts=shape.experts)
-    writer.add_tensor("output_norm.weight", np.ones(shape.hidden, np.float32))
+    ones("output_norm.weight", shape.hidden)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -12,7 +12,15 @@ import numpy as np
 
 from edgellm.backends.packed_weights import mamba2_vectors
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2, Mlp, Rope, ShortConv
+from edgellm.graphs.layer_config import (
+    Attention,
+    DeltaNet,
+    LayerConfig,
+    Mamba2,
+    Mlp,
+    Rope,
+    ShortConv,
+)
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.attention import reference as attention
@@ -122,6 +130,19 @@ CONFIGS = {
             norms="post",
         ),
     ),
+    "delta_net": config_of(
+        LayerConfig(
+            mixer=DeltaNet(key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4), mlp=_MLP
+        ),
+        _layer(qk_norm="head", output_gate=True),
+        LayerConfig(
+            mixer=DeltaNet(
+                key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=2, tiled=True
+            ),
+            mlp=_MLP,
+            norms="sandwich",
+        ),
+    ),
     "starcoder2": config_of(
         *2 * [_layer(mlp=replace(_GELU, gated=False, bias=True), window=20, **_BIASES)],
         norm="layer",
@@ -145,10 +166,10 @@ class RandomCheckpoint:
             values /= np.float32(np.sqrt(spec.shape[1]))
         elif name.endswith("_norm"):
             values = 1 + values / 4
+        elif name.endswith("decay"):
+            values = -np.exp(values)
         else:
             values /= 2
-        if name.endswith(".decay"):
-            values = -np.exp(values)
         if spread := self._spread(name):
             values = (values.T * np.resize(spread, len(values))).T.astype(np.float32)
         return Tensor(spec.shape, "F32", lambda: values)
@@ -267,6 +288,40 @@ def mamba2(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray
     return reference.mix(rows, vectors, reference.State.zero(vectors))[0]
 
 
+def delta_net(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
+    """A gated delta net of normed rows, head by head and row by row."""
+    name, net = f"layers.{layer}", checkpoint.config.layers[layer].mixer
+    qkv, z, a, b = (
+        product(checkpoint, f"{name}.delta_{part}", x) for part in ("qkv", "z", "a", "b")
+    )
+    filters, mixed = checkpoint.tensor(f"{name}.conv").float32(), np.zeros_like(qkv)
+    for row in range(len(x)):
+        for back in range(min(row + 1, net.taps)):
+            mixed[row] += filters[:, -1 - back] * qkv[row - back]
+    mixed = activate(mixed, "silu")
+    keys, ratio = net.key_heads * net.key_dim, net.value_heads // net.key_heads
+    q, k, v = np.split(mixed, [keys, 2 * keys], axis=1)
+    decay, bias = vector(checkpoint, f"{name}.decay"), vector(checkpoint, f"{name}.dt_bias")
+    weight, out = vector(checkpoint, f"{name}.delta_norm"), np.zeros_like(z)
+    for head in range(net.value_heads):
+        of = head % net.key_heads if net.tiled else head // ratio
+        here = slice(of * net.key_dim, (of + 1) * net.key_dim)
+        values = slice(head * net.value_dim, (head + 1) * net.value_dim)
+        memory = np.zeros((net.value_dim, net.key_dim))
+        for row in range(len(x)):
+            query, key = (
+                each[row, here] / np.sqrt(each[row, here] @ each[row, here] + 1e-6)
+                for each in (q, k)
+            )
+            memory *= np.exp(decay[head] * np.log1p(np.exp(a[row, head] + bias[head])))
+            wrong = v[row, values] - memory @ key
+            memory += np.outer(wrong / (1 + np.exp(-b[row, head])), key)
+            out[row, values] = norm(
+                memory @ query / np.sqrt(net.key_dim), weight, None, checkpoint.config.norm_eps
+            )
+    return out * activate(z, "silu")
+
+
 def mix(checkpoint: Any, layer: int, residual: np.ndarray, kept: Kept) -> np.ndarray:
     """The mixer of a layer for a whole text, before the output projection.
 
@@ -310,7 +365,10 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray
         softcap=here.softcap,
         sinks=vector(checkpoint, f"{name}.sinks"),
     )
-    return attended.reshape(len(x), -1)
+    attended = attended.reshape(len(x), -1)
+    if here.output_gate:
+        attended = attended / (1 + np.exp(-product(checkpoint, f"{name}.q_gate", x)))
+    return attended
 
 
 def layer_embedding(
@@ -332,7 +390,7 @@ def layer_embedding(
     return normed(checkpoint, f"{name}post_layer_norm", added)
 
 
-_MIXERS = {Attention: attend, ShortConv: short_conv, Mamba2: mamba2}
+_MIXERS = {Attention: attend, ShortConv: short_conv, Mamba2: mamba2, DeltaNet: delta_net}
 
 
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

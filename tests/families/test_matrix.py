@@ -10,11 +10,15 @@ from tiny_families import FAMILIES
 TRITON = ("gemma3_text",)
 WITH_EXPERTS = (
     *("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss", "granitemoehybrid_experts"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "granitemoehybrid_experts", "qwen3_5_moe_text"),
 )
-WITH_STATES = ("lfm2", "lfm2_narrow", "granitemoehybrid_mamba", "granitemoehybrid_narrow")
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
+MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")
+WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
 SHARING = ("gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*WITH_EXPERTS, *WITH_STATES, *SHARING)
+# Families of which the median token is judged.
+UNSTEADY = (*WITH_EXPERTS, *DELTA_NETS)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -27,7 +31,7 @@ def test_packed_weights_compute_what_transformers_computes(
     backend = "C++" if usable("C++") else "f32"
     error = errors(name, tmp_path, [backend])[backend]
     assert isinstance(error, float)
-    assert error < (MEDIAN if name in WITH_EXPERTS else ALLOWED[backend])
+    assert error < (MEDIAN if name in UNSTEADY else ALLOWED[backend])
 
 
 @pytest.mark.slow
@@ -45,4 +49,4 @@ def test_every_back_end_computes_what_transformers_computes(
             assert backend == "w8a8"
             assert "does not bear" in error
         else:
-            assert error < (MEDIAN if name in WITH_EXPERTS else ALLOWED[backend]), backend
+            assert error < (MEDIAN if name in UNSTEADY else ALLOWED[backend]), backend

@@ -217,6 +217,46 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "tie_embedding": False,
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5Text",
+        {
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "qwen3_5_text_even": (
+        "Qwen3_5Text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "head_dim": 64,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeText",
+        {
+            "num_hidden_layers": 2,
+            "full_attention_interval": 2,
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "qwen3_moe": (
         "Qwen3Moe",
         {

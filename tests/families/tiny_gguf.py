@@ -154,6 +154,38 @@ def lfm2(w: gguf.GGUFWriter) -> None:
     w.add_shortconv_l_cache(3)
 
 
+def qwen35(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(8)
+    w.add_rope_dimension_sections([2, 1, 1, 0])
+    _delta_sizes(w, key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)
+
+
+def qwen35_even(w: gguf.GGUFWriter) -> None:
+    """A list of layers, as drafting models write it, in place of a period."""
+    w.add_rope_dimension_count(16)
+    w.add_rope_dimension_sections([3, 3, 2, 0])
+    w.add_array("qwen35.attention.recurrent_layers", [False, True, True])
+    _delta_sizes(w, key_heads=3, value_heads=3, key_dim=16, value_dim=64, taps=3)
+
+
+def qwen35moe(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(8)
+    w.add_rope_dimension_sections([2, 1, 1, 0])
+    w.add_full_attention_interval(2)
+    w.add_expert_shared_feed_forward_length(64)
+    _delta_sizes(w, key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4)
+
+
+def _delta_sizes(
+    w: gguf.GGUFWriter, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int
+) -> None:
+    w.add_ssm_conv_kernel(taps)
+    w.add_ssm_state_size(key_dim)
+    w.add_ssm_group_count(key_heads)
+    w.add_ssm_time_step_rank(value_heads)
+    w.add_ssm_inner_size(value_dim * value_heads)
+
+
 def lfm2_moe(w: gguf.GGUFWriter) -> None:
     lfm2(w)
     w.add_leading_dense_block_count(1)
@@ -221,6 +253,8 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "glm4": (ARCH.GLM4, glm4, {}),
     "starcoder2": (ARCH.STARCODER2, nothing, {"sliding_window": None}),
     "lfm2": (ARCH.LFM2, lfm2, {}),
+    "qwen3_5_text_even": (ARCH.QWEN35, qwen35_even, {}),
+    "qwen3_5_moe_text": (ARCH.QWEN35MOE, qwen35moe, {}),
     "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
@@ -238,12 +272,12 @@ PERMUTED = (
     ARCH.SMOLLM3,
     ARCH.MISTRAL3,
 )
-# Matrices that are never quantized.
-_EXACT = (
+# Matrices that are stored in float32 whatever the type of the file.
+EXACT = (
     *("ffn_gate_inp.weight", "shortconv.conv.weight"),
     *("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
 )
-PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3)
+PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35, ARCH.QWEN35MOE)
 
 
 def convert(
@@ -271,6 +305,8 @@ def convert(
     for key, values in stacked(loaded).items():
         if key.endswith("layer_scalar"):  # a vector without a suffix
             key += ".weight"
+        if ".linear_attn." in key:
+            key, values = delta_net(key, values, config)
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
@@ -278,9 +314,10 @@ def convert(
             values = permuted(values, heads)
         if name.endswith("shortconv.conv.weight"):
             values = values.squeeze(1)
-        tensors[name] = values + 1 if arch in PLUS_ONE and key.endswith("norm.weight") else values
+        less_one = key.endswith("norm.weight") and not key.endswith("linear_attn.norm.weight")
+        tensors[name] = values + 1 if arch in PLUS_ONE and less_one else values
     for name, values in (fused(tensors, config.num_hidden_layers) if fuse else tensors).items():
-        exact = name.endswith(_EXACT)
+        exact = name.endswith(EXACT)
         stored = kind if name.endswith(".weight") and values.ndim > 1 and not exact else F32
         writer.add_tensor(
             name, gguf.quantize(np.ascontiguousarray(values), stored), raw_dtype=stored
@@ -325,6 +362,28 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
+
+
+def delta_net(key: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+    """As `_LinearAttentionVReorderBase` of the converter: of each key head the first value head,
+    then of each the second one."""
+    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    first = 2 * keys * config.linear_key_head_dim  # rows of q and k
+    part = key.split(".linear_attn.")[1]
+
+    def tiled(rows: np.ndarray) -> np.ndarray:
+        split = rows.reshape(keys, heads // keys, len(rows) // heads, *rows.shape[1:])
+        return split.swapaxes(0, 1).reshape(rows.shape)
+
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        return key, np.concatenate([values[:first], tiled(values[first:])]).squeeze()
+    if part == "out_proj.weight":
+        return key, tiled(values.T).T
+    if part == "norm.weight":
+        return key, values
+    if part == "A_log":
+        values = -np.exp(values)
+    return key.replace("dt_bias", "dt_proj.bias"), tiled(values)
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:

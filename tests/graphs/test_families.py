@@ -121,7 +121,6 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
         ("glm4_moe_lite", False, r"latent attention \(MLA\)"),
         ("deepseek2", True, r"latent attention \(MLA\)"),
         ("falcon-h1", True, "recurrent layers"),
-        ("qwen3_5_moe", False, "recurrent layers"),
         ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from random_checkpoint import exact
 from tiny_families import make
-from tiny_gguf import FILES, Keys, convert, write
+from tiny_gguf import FILES, Keys, convert, qwen35, write
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
@@ -65,6 +67,45 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
             layer["attention"]["scale"] = expected.config.attention.scale
     same_config(ModelConfig.from_json(config), expected.config)
     same_tensors(opened, expected)
+
+
+def test_value_heads_in_the_order_of_files(tmp_path: Path) -> None:
+    """As many for each key head as in the folder, in another order."""
+    make("qwen3_5_text", tmp_path)
+    path = convert(tmp_path, tmp_path / "model.gguf", gguf.MODEL_ARCH.QWEN35, qwen35)
+    opened, expected = open_checkpoint(path), open_checkpoint(tmp_path)
+    nets = opened.config.layers[0].mixer, expected.config.layers[0].mixer
+    assert nets[0] == replace(nets[1], tiled=True)  # type: ignore[type-var]
+    tokens = list(range(3, 40))
+    left, right = exact(opened, tokens)[1], exact(expected, tokens)[1]
+    assert np.square(left - right).mean() < 1e-10 * np.square(right).mean()
+
+
+def test_blocks_that_draft_tokens_are_left_out(tmp_path: Path) -> None:
+    make("qwen3_5_text", tmp_path)
+    block = "blk.4.attn_norm.weight"
+
+    def keys(drafting: bool) -> Keys:
+        def add(writer: gguf.GGUFWriter) -> None:
+            qwen35(writer)
+            writer.add_tensor(block, np.ones(64, np.float32))
+            if drafting:
+                writer.kv_data[0].pop("qwen35.block_count")
+                writer.add_block_count(5)
+                writer.add_nextn_predict_layers(1)
+
+        return add
+
+    def file(drafting: bool) -> Any:
+        return open_checkpoint(
+            convert(tmp_path, tmp_path / "m.gguf", gguf.MODEL_ARCH.QWEN35, keys(drafting))
+        )
+
+    drafting = file(True)
+    assert drafting.config.layer_count == 4
+    drafting.refuse_unread()
+    with pytest.raises(UnsupportedModelError, match=block):
+        file(False).refuse_unread()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5", "qwen3_moe", "mixtral"])

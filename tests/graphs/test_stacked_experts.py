@@ -123,6 +123,23 @@ def without_experts(folder: Path) -> Mapping[str, np.ndarray]:
     return {key: value for key, value in tensors.items() if ".experts." not in key}
 
 
+def test_stacks_of_floats_are_what_single_experts_are(tmp_path: Path) -> None:
+    """As releases of Qwen3.5 have them, where transformers writes one matrix for each expert."""
+    make("qwen3_5_moe_text", tmp_path)
+    before = open_checkpoint(tmp_path)
+    expected = exact(before, TOKENS)[1]
+    tensors, file = {**without_experts(tmp_path)}, tmp_path / "model.safetensors"
+    for index in range(2):
+        gate, up, down = (
+            before.tensor(f"layers.{index}.{part}").float32().reshape(5, -1, width)
+            for part, width in (("gate", 64), ("up", 64), ("down", 32))
+        )
+        key = f"model.layers.{index}.mlp.experts."
+        tensors |= {f"{key}gate_up_proj": np.concatenate([gate, up], 1), f"{key}down_proj": down}
+    write_safetensors(file, tensors)
+    np.testing.assert_array_equal(exact(open_checkpoint(tmp_path), TOKENS)[1], expected)
+
+
 def test_stacks_of_another_number_are_refused(tmp_path: Path) -> None:
     with_mxfp4(tmp_path, make("gpt_oss", tmp_path, num_hidden_layers=1))
     file = tmp_path / "model.safetensors"

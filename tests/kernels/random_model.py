@@ -10,6 +10,7 @@ import numpy as np
 from random_weights import random_weight
 
 from edgellm.kernels import rope
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
@@ -55,6 +56,7 @@ class Parts:
     k_as_v: bool = False
     output_scale: float = 1.0
     mixer: str = "attention"
+    output_gate: bool = False
     shared: int = 0  # outputs of the shared expert
     shared_router: bool = False
     sinks: bool = False
@@ -238,6 +240,12 @@ HYBRIDS = {
         parts=Parts(norms="sandwich", qk_norm="head"),
         odd=Shape(12, 3, 16, parts=replace(MAMBA, norms="post", biases=True)),
     ),
+    "delta_net": Shape(
+        *(2, 1, 48),
+        layers=3,
+        parts=Parts(mixer="delta_net"),
+        odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
+    ),
 }
 # What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
 EXPERTS |= {
@@ -387,10 +395,16 @@ class Model:
             return {"mixer": ShortConvWeights(conv_in=conv_in, filters=filters)}
         if here.parts.mixer == "mamba2":
             return {"mixer": self._mamba2(here, prefix)}
+        if here.parts.mixer == "delta_net":
+            return {"mixer": self._delta_net(prefix)}
         width = here.heads * here.head_dim
+        gate = {}
+        if here.parts.output_gate:
+            gate = {"q_gate": self._linear(prefix + "q_gate", width, self.shape.hidden)}
         return {
             "q": self._linear(prefix + "q", width, self.shape.hidden),
             **self._keys_and_values(index),
+            **gate,
             "heads": here.heads,
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
@@ -443,6 +457,19 @@ class Model:
         outputs = inner + channels + here.heads
         return Mamba2Weights(
             mamba_in=self._linear(prefix + "mamba_in", outputs, self.shape.hidden), vectors=vectors
+        )
+
+    def _delta_net(self, prefix: str) -> DeltaNetWeights:
+        keys, values, taps = 2, 4, 4
+        outputs = {"qkv": 2 * keys * 16 + values * 32, "z": values * 32, "a": values, "b": values}
+        hidden = self.shape.hidden
+        return DeltaNetWeights(
+            **{x: self._linear(f"{prefix}delta_{x}", size, hidden) for x, size in outputs.items()},
+            conv=self._rng.standard_normal((taps, outputs["qkv"])).astype("f4"),
+            decay=-np.exp(self._vector(values)),
+            dt_bias=self._vector(values),
+            norm=self._vector(32, around=1.0),
+            key_heads=keys,
         )
 
     def _router(self, experts: int) -> np.ndarray:
