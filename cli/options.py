@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from edgellm import AdapterSource, LoadArguments
 from edgellm.cli.config import path_and_scale, read_config
 from edgellm.cli.llama_cpp_flags import KV_TYPES, ignored_options
-from edgellm.cli.text import say
+from edgellm.cli.text import parse_size, say
 from edgellm.errors import OptionError
 from edgellm.generation_options import CONTEXT_POLICIES, SAMPLERS, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
@@ -47,16 +47,6 @@ def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Comman
         return command
 
     return add
-
-
-def _bytes(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
-    """Parse a number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if found is None:
-        raise click.BadParameter(f"{text!r}: write bytes, or a number with K, M or G, e.g. 4G")
-    return int(float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " "))
 
 
 def model_argument(command: Command) -> Command:
@@ -180,7 +170,7 @@ _LOADING = (
     ),
     click.option(
         "--expert-memory",
-        callback=_bytes,
+        callback=parse_size,
         metavar="SIZE",
         help="Memory for a model's experts, such as 4G or 800M: those used last stay, and others "
         "are read when they are used.  [default: all, as far as they fit]",

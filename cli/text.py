@@ -83,3 +83,13 @@ def json_line(value: object) -> str:
     """Return a value as JSON that any terminal shows and any UTF-8 stream takes."""
     text = json.dumps(value, ensure_ascii=False)
     return _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
+    """Parse a number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if found is None:
+        raise click.BadParameter(f"{text!r}: write bytes, or a number with K, M or G, e.g. 4G")
+    return int(float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " "))
