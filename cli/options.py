@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
