@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.experts.routing import Routing
-from edgellm.kernels.gpu.device import aligned
+from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.linear.gpu import FEW_ROWS, MANY_TILE, Next, Rows, Tiles
 from edgellm.kernels.linear.gpu_rows import TILE, CodedRows, store_inputs
@@ -319,7 +319,8 @@ def route(
     """
     routing, (rows, width) = router.sizes.routing, x.shape
     few = rows <= FEW_ROWS
-    shape = (1, 1, min(1024, aligned(width))) if few else (16, 8, 64)
+    # a row alone wants all processors, some rows share what they load
+    shape = (1, 1, min(1024, aligned(width))) if few and not interpreted() else (16, 8, 64)
     score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(routing.experts, shape[1]))](
         x,
         x if norm is None else norm,
