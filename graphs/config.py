@@ -103,11 +103,10 @@ class ModelConfig:
         return self.attention.head_dim
 
     @property
-    def has_layers_of_one_size(self) -> bool:
-        """Whether heads, their width and that of the MLP are the same in all layers."""
+    def has_equal_heads(self) -> bool:
+        """Whether the number of heads and their width are the same in all layers."""
         attentions = [layer.attention for layer in self.layers]
-        heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
-        return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
+        return len({(each.heads, each.kv_heads, each.head_dim) for each in attentions}) == 1
 
     @property
     def has_experts(self) -> bool:

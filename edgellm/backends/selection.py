@@ -175,22 +175,24 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
 
 
 def _for_experts(options: EngineOptions, config: ModelConfig) -> EngineOptions:
-    """Return the options with the back end that computes experts in place of `auto`."""
+    """Return the options with the back ends that compute experts in place of `auto`."""
     asked = {"decode": options.decode, "prefill": options.prefill, "precision": options.precision}
     for name, value in asked.items():
-        if value not in (None, AUTO, NATIVE):
+        if value not in (None, AUTO, NATIVE, TRITON):
             raise UnsupportedModelError(
                 f"`{name}` is {value!r}, and the model ({config.model_type}) has experts, which "
-                f"the C++ kernels alone compute; take `decode` and `prefill` {NATIVE} or {AUTO}, "
-                "and no `precision`"
+                f"the C++ and Triton kernels alone compute; take `decode` and `prefill` {NATIVE}, "
+                f"{TRITON} or {AUTO}, and no `precision`"
             )
-    if library() is None:
+    decode = _usual_decode() if options.decode == AUTO else options.decode
+    prefill = decode if options.prefill == AUTO else options.prefill
+    if not {decode, prefill} <= {TRITON} and library() is None:
         raise UnsupportedModelError(
-            f"the model ({config.model_type}) has experts, which the C++ kernels alone compute, "
-            "and these were not built when edgellm was installed; install a C++ compiler and "
-            "reinstall"
+            f"the model ({config.model_type}) has experts, which the C++ and Triton kernels alone "
+            "compute; there is no GPU for these, or it is not asked for, and those were not built "
+            "when edgellm was installed; install a C++ compiler and reinstall"
         )
-    return replace(options, decode=NATIVE, prefill=NATIVE)
+    return replace(options, decode=decode, prefill=prefill)
 
 
 def stops_between_layers(prefill: str) -> bool:

@@ -18,7 +18,7 @@ from edgellm.store.reference import FOLDER as REFERENCE
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
 # Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
-_EXPERTS = "it has experts, which the C++ kernels alone compute"
+_EXPERTS = "it has experts, which the C++ and Triton kernels alone compute"
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+# Fields that the Triton kernels know.
+_ON_GPU = ("experts", "used", "normalized", "scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,3 +24,9 @@ class Routing:
     used: int
     normalized: bool = True
     scale: float = 1.0
+
+
+def not_on_gpu(routing: Routing) -> list[str]:
+    """Return the names of the settings that the Triton kernels do not know, if they have effect."""
+    others = (field for field in fields(routing) if field.name not in _ON_GPU)
+    return [each.name for each in others if getattr(routing, each.name) != each.default]
