@@ -7,7 +7,7 @@ from matrix import ALLOWED, BACKENDS, MEDIAN, errors, usable
 from tiny_families import FAMILIES
 
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
-TRITON = ("gemma3_text",)
+TRITON = ("gemma3_text", "qwen3_moe_mixed")
 WITH_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 
 
@@ -32,7 +32,7 @@ def test_every_back_end_computes_what_transformers_computes(
 ) -> None:
     backends = [b for b in BACKENDS if b != "Triton" or name in TRITON]
     for backend, error in errors(name, tmp_path, backends).items():
-        if name in WITH_EXPERTS and backend != "C++":
+        if name in WITH_EXPERTS and backend not in ("C++", "Triton"):
             assert isinstance(error, str)
             assert "has experts" in error
         elif isinstance(error, str):

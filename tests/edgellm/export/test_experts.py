@@ -16,7 +16,9 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 from edgellm import load
 from edgellm.backends import selection
 from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.parts import require_on_gpu, why_not_on_gpu
 from edgellm.backends.selection import precisions_of, select
+from edgellm.engine import auto_decode
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.errors import BundleError, EdgeLLMError, OptionError, UnsupportedModelError
 from edgellm.export import export
@@ -148,10 +150,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"decode": "triton"},
         {"decode": "portable"},
         {"decode": "reference"},
-        {"prefill": "triton"},
+        {"decode": "triton", "prefill": "cpu"},
         {"prefill": "cpu"},
         {"prefill": "openvino"},
         {"prefill": "cuda", "decode": "chunked"},
@@ -166,16 +167,66 @@ def test_other_back_ends_are_refused(exported: Exported, options: dict[str, Any]
 
 
 @pytest.mark.usefixtures("compiled")
-def test_auto_is_native(monkeypatch: pytest.MonkeyPatch, exported: Exported) -> None:
-    """Whatever decodes other models here."""
-    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
-    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+@pytest.mark.parametrize(
+    ("usual", "reason"),
+    [("native", "no accelerator computes experts"), ("triton", "as decode")],
+)
+def test_auto_is_what_decodes_other_models(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported, usual: str, reason: str
+) -> None:
+    monkeypatch.setattr(selection, "_usual_decode", lambda: usual)
+    monkeypatch.setattr(f"edgellm.backends.{usual}.require", lambda _: None)
     chosen = select(EngineOptions(), CONFIG)
-    assert (chosen.prefill, chosen.decode) == ("native", "native")
+    assert (chosen.prefill, chosen.decode) == (usual, usual)
     assert chosen.precisions(CONFIG) == {"packed"}
     assert precisions_of(EngineOptions())(CONFIG) == {"packed"}
     choice = auto_choice(exported.bundle, EngineOptions())
-    assert (choice.prefill, choice.reason) == ("native", "no accelerator computes experts")
+    assert (choice.prefill, choice.reason) == (usual, reason)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_gpu_may_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("native", "triton"):
+        monkeypatch.setattr(f"edgellm.backends.{name}.require", lambda _: None)
+    for prefill, decode in (("native", "triton"), ("triton", "native")):
+        chosen = select(EngineOptions(prefill=prefill, decode=decode), CONFIG)
+        assert (chosen.prefill, chosen.decode) == (prefill, decode)
+        assert chosen.precisions(CONFIG) == {"packed"}
+
+
+def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "library", lambda: None)
+    monkeypatch.setattr("edgellm.backends.triton.require", lambda _: None)
+    chosen = select(EngineOptions(decode="triton"), CONFIG)
+    assert (chosen.prefill, chosen.decode) == ("triton", "triton")
+    with pytest.raises(UnsupportedModelError, match="not built"):
+        select(EngineOptions(decode="triton", prefill="native"), CONFIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRouting(Routing):
+    """With a rule that the kernels on a GPU do not know."""
+
+    scores: str = "softmax"
+
+
+def test_a_router_that_a_gpu_does_not_know_stays_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported
+) -> None:
+    assert why_not_on_gpu(CONFIG) is None
+    other = OtherRouting(**vars(ROUTING), scores="sigmoid")
+    config = with_layers(exported.bundle.config, other)
+    words = "its routers have scores, which Triton kernels do not compute"
+    assert why_not_on_gpu(config) == words
+    with pytest.raises(UnsupportedModelError, match=rf"triton cannot compute qwen3_moe: {words}"):
+        require_on_gpu(config, "triton")
+    bundle = replace(exported.bundle, manifest=replace(exported.bundle.manifest, config=config))
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    monkeypatch.setattr("edgellm.backends.triton.require", lambda _: None)
+    monkeypatch.setattr(auto_decode, "prepare", lambda *_, **__: bundle)
+    _, options, note = auto_decode.prepare_for("tiny", EngineOptions())
+    assert options.decode == auto_decode.usual_host()
+    assert note == f"decode {options.decode}, not triton: {words}"
 
 
 def test_without_a_compiler_it_says_so(
