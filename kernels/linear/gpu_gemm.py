@@ -205,19 +205,20 @@ def gemm_kernel(
             up_data_ptr += panel_start(tl.load(tile_ptr) * panels, groups, UP_KIND, 1)
         row = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
         known = tl.arange(0, ROWS) < count
-        source = row
+        # one that is not there is read, and not stored
+        source = tl.where(known, row, tl.load(tile_ptr + 1))
         if SOURCES:
-            source = tl.load(source_ptr + row, mask=known, other=0)
+            source = tl.load(source_ptr + source)
+    first_input = source * inputs
     acc = tl.zeros([ROWS, PANELS * 16], tl.float32)
     up = tl.zeros([ROWS, PANELS * 16], tl.float32)
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         k = first * 32 + tl.arange(0, GROUPS * 32)
-        x = tl.load(
-            x_ptr + source[:, None].to(tl.int64) * inputs + k[None, :],
-            mask=known[:, None] & (k < inputs)[None, :],
-            other=0.0,
-        )
+        inside = (k < inputs)[None, :]
+        if not EXPERTS:
+            inside &= known[:, None]
+        x = tl.load(x_ptr + (first_input[:, None] + k[None, :]), mask=inside, other=0.0)
         w = weight_tile(data_ptr, table_ptr, panel, group, panels, groups, KIND)
         acc = tl.dot(x, w, acc)
         if GATED:
