@@ -46,8 +46,6 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)
-    if bundle.config.has_experts:
-        return AutoChoice(NATIVE, "no accelerator computes experts")
     known = dict(_known(bundle, options))
     ranked = sorted(known, key=lambda name: -known[name].advantage())
     if options.scheduling == "layered":

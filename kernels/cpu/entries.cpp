@@ -31,4 +31,8 @@ int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) 
 
 size_t edgellm_step_workspace(const edgellm::StepCall* call) { return scalar::workspace(*call); }
 
+void edgellm_experts(const edgellm::ExpertsCall* call) { EDGELLM_CALL(experts(*call)) }
+
+size_t edgellm_experts_workspace(const edgellm::ExpertsCall* call) { return scalar::experts_workspace(*call); }
+
 }  // extern "C"

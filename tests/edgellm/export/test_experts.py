@@ -22,7 +22,6 @@ from edgellm.engine import auto_decode
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.errors import BundleError, EdgeLLMError, OptionError, UnsupportedModelError
 from edgellm.export import export
-from edgellm.export.precisions import PRECISIONS
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.experts import Routing
@@ -113,8 +112,10 @@ def with_layers(config: ModelConfig, experts: Routing | None) -> ModelConfig:
     return replace(config, layers=tuple(replace(x, experts=experts) for x in config.layers))
 
 
-@pytest.mark.parametrize("precision", sorted({*PRECISIONS} - {"packed"}))
-def test_no_graph_computes_experts(exported: Exported, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["int4", "w8a16-qdq", "w8a8-qdq"])
+def test_some_precisions_have_no_experts_beside_them(
+    exported: Exported, tmp_path: Path, precision: str
+) -> None:
     assert why_not(precision, CONFIG) is not None
     words = rf"precision {precision} cannot compute qwen3_moe: it has experts.*native.*packed"
     with pytest.raises(UnsupportedModelError, match=words):
@@ -153,11 +154,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         {"decode": "portable"},
         {"decode": "reference"},
         {"decode": "triton", "prefill": "cpu"},
-        {"prefill": "cpu"},
-        {"prefill": "openvino"},
+        {"decode": "chunked", "prefill": "cpu"},
         {"prefill": "cuda", "decode": "chunked"},
-        {"precision": "w8a8"},
-        {"prefill": "cpu", "precision": "f32", "decode": "native"},
+        {"prefill": "cuda"},
+        {"precision": "w8a8", "decode": "triton"},
+        {"prefill": "cpu", "precision": "f32", "decode": "reference"},
     ],
     ids=str,
 )
@@ -169,7 +170,7 @@ def test_other_back_ends_are_refused(exported: Exported, options: dict[str, Any]
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("usual", "reason"),
-    [("native", "no accelerator computes experts"), ("triton", "as decode")],
+    [("native", "no accelerator was measured here with this model"), ("triton", "as decode")],
 )
 def test_auto_is_what_decodes_other_models(
     monkeypatch: pytest.MonkeyPatch, exported: Exported, usual: str, reason: str
@@ -182,6 +183,19 @@ def test_auto_is_what_decodes_other_models(
     assert precisions_of(EngineOptions())(CONFIG) == {"packed"}
     choice = auto_choice(exported.bundle, EngineOptions())
     assert (choice.prefill, choice.reason) == (usual, reason)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("precision", ["f32", "f16", "w4a16", "w8a8"])
+def test_graphs_leave_them_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported, precision: str
+) -> None:
+    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    for options in ({"prefill": "cpu"}, {"prefill": "cpu", "decode": "native"}, {}):
+        chosen = select(EngineOptions(precision=precision, **options), exported.bundle.config)
+        assert (chosen.prefill, chosen.decode) == ("cpu", "native")
+        assert chosen.precisions(exported.bundle.config) == {"packed", precision}
 
 
 @pytest.mark.usefixtures("compiled")
