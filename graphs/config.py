@@ -161,11 +161,10 @@ class ModelConfig:
         return self.attention.head_dim
 
     @property
-    def has_layers_of_one_size(self) -> bool:
-        """Whether heads, their width and that of the MLP are the same in all layers."""
+    def has_equal_heads(self) -> bool:
+        """Whether the number of heads and their width are the same in all layers."""
         attentions = self.attentions.values()
-        heads = {(each.heads, each.kv_heads, each.head_dim) for each in attentions}
-        return len(heads) == len({layer.mlp.intermediate for layer in self.layers}) == 1
+        return len({(each.heads, each.kv_heads, each.head_dim) for each in attentions}) == 1
 
     @property
     def has_experts(self) -> bool:
@@ -182,7 +181,7 @@ class ModelConfig:
         """Name of the parts that the C++ kernels alone compute; empty: there are none."""
         attentions = self.attentions.values()
         parts = {
-            "experts": self.has_experts,
+            "experts": any(layer.has_special_experts for layer in self.layers),
             "layers with states": self.has_states,
             "attention sinks": any(each.sinks for each in attentions),
             "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),

@@ -17,7 +17,13 @@ accelerator clips (see `quantize/shadow.py`):
     i.up            attention, residual                 -> residual, activated [C, I]
     i.down          activated, residual                 -> residual, qkv, or hidden
 
-`residual` and `activated` are private to a precision: they may be in a rotated basis.
+A segment behind a layer with experts is cut in two where the host computes these:
+
+    i.router        attention, residual                 -> residual, normed [C, E]
+    i.behind        experts [C, E], residual            -> residual, qkv, or hidden
+
+`residual` and `activated` are private to a precision: they may be in a rotated basis. `normed` has
+the rows that the router and the experts read.
 """
 
 from __future__ import annotations
@@ -34,6 +40,8 @@ RESIDUAL = "residual"
 RESIDUAL_OUT = "residual_out"
 QKV = "qkv"
 ACTIVATED = "activated"
+NORMED = "normed"
+EXPERTS = "experts"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
@@ -47,12 +55,15 @@ CHUNK_DIM = "chunk"
 ROWS_DIM = "rows"
 
 
+Half = Literal["", "up", "down", "router", "behind"]
+
+
 @dataclass(frozen=True)
 class Part:
     """Index of one exported graph: a whole segment, or one half of a segment that is cut in two."""
 
     index: int
-    half: Literal["", "up", "down"] = ""
+    half: Half = ""
 
 
 def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
@@ -61,9 +72,14 @@ def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
     Args:
         cut: indices of the segments that are cut in two before down_proj.
     """
-    graph_parts = []
+    graph_parts: list[Part] = []
     for index in range(config.layer_count + 1):
-        graph_parts += [Part(index, "up"), Part(index, "down")] if index in cut else [Part(index)]
+        if index and config.layers[index - 1].experts is not None:
+            graph_parts += [Part(index, "router"), Part(index, "behind")]
+        elif index in cut:
+            graph_parts += [Part(index, "up"), Part(index, "down")]
+        else:
+            graph_parts.append(Part(index))
     return graph_parts
 
 
@@ -74,6 +90,8 @@ def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
     before = config.layers[part.index - 1]
     if part.half == "down":
         return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
+    if part.half == "behind":
+        return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size}
     return {ATTENTION: before.attention.size, RESIDUAL: config.hidden_size}
 
 
@@ -82,6 +100,8 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
     if part.half == "up":
         width = config.layers[part.index - 1].mlp.intermediate
         return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: width}
+    if part.half == "router":
+        return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
     return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].attention.qkv_size}

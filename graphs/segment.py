@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -13,12 +12,11 @@ import onnx_ir as ir
 from edgellm.graphs import contract
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.contract import Grid
+from edgellm.graphs.contract import Grid, Half
 from edgellm.graphs.layer_config import Activation
 from edgellm.graphs.linear import BlockRotatedLinear, Linear
 from edgellm.graphs.norm import Array, Norm, NormStyle
 
-Half = Literal["", "up", "down"]
 # tanh(y) is 2 sigmoid(2y) - 1, so GELU's approximation (arXiv:1606.08415) is
 # x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
 _GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -43,6 +41,25 @@ class Mlp:
     activation: Activation = "silu"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Way to the experts of a layer, which the host computes, and back.
+
+    Attributes:
+        norm: norm of their input, if any.
+        post_norm: norm of what they give before it is added to the residual, if any.
+        leave, enter: `[E, E]` from the residual's basis, in which `norm` has no weights, and back
+            into it, if that is rotated.
+        weight: weights `[E]` of the norm, behind `leave`.
+    """
+
+    norm: Norm | None
+    post_norm: Norm | None = None
+    leave: Array | None = None
+    enter: Array | None = None
+    weight: Array | None = None
+
+
 @dataclass(frozen=True)
 class Segment:
     """Linear layers and norms between two attentions.
@@ -55,6 +72,7 @@ class Segment:
             residual as it is.
         output: output projection of the attention before the segment.
         output_norm: norm of its outputs before they are added to the residual, if any.
+        experts: what takes the place of `mlp` in a layer with experts.
         qkv: fused projection of the attention behind the segment.
         enter: `[E, E]` that rotates the embedding to the residual's basis (segment 0), or None.
         leave: `[E, E]` that rotates the normed residual back (last segment), or None.
@@ -65,6 +83,7 @@ class Segment:
     output: Linear | None = None
     output_norm: Norm | None = None
     mlp: Mlp | None = None
+    experts: Experts | None = None
     qkv: Linear | None = None
     enter: Array | None = None
     leave: Array | None = None
@@ -83,7 +102,7 @@ def author_segment(
 
     Args:
         chunk: static chunk size; None: a graph for any number of rows.
-        half: half of a segment that is cut before down_proj, see `contract.py`; "": the whole.
+        half: half of a segment that is cut in two, see `contract.py`; "": the whole.
         grids: grids of its `StaticLinear` layers; None makes a graph for a calibration run.
         basic_norms: whether to write norms in basic operators. OpenVINO leaves RMSNormalization to
             the CPU; Qualcomm's HTP takes it, and would overflow half precision in the squares.
@@ -101,6 +120,10 @@ def author_segment(
         values = _first_half(graph, segment, inputs, style)
     elif half == "down":
         values = _behind_layers(graph, segment, _second_half(graph, segment, inputs, style), style)
+    elif half == "router":
+        values = _before_experts(graph, segment, inputs, style)
+    elif half == "behind":
+        values = _behind_layers(graph, segment, _with_experts(graph, segment, inputs, style), style)
     else:
         residual = _residual(graph, segment, inputs, style, config)
         values = _behind_layers(graph, segment, residual, style)
@@ -170,6 +193,36 @@ def _second_half(
     assert isinstance(segment.mlp.down, BlockRotatedLinear)
     activated, residual = inputs[contract.ACTIVATED], inputs[contract.RESIDUAL]
     return _after_mlp(graph, segment.mlp, segment.mlp.down.linear, activated, residual, style)
+
+
+def _before_experts(
+    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
+) -> Sequence[ir.Value]:
+    """Add the residual between attention and experts, and the rows that these read."""
+    experts = segment.experts
+    assert experts is not None
+    residual = _after_attention(graph, segment, inputs, style)
+    # an output of its own where nothing is computed
+    norm = experts.norm
+    x = graph.op("Identity", residual) if norm is None else norm.apply(graph, residual, style)
+    if experts.leave is not None:
+        x = graph.op("MatMul", x, graph.weight(experts.leave))
+    if experts.weight is not None:
+        x = graph.op("Mul", x, graph.weight(experts.weight))
+    return residual, x
+
+
+def _with_experts(
+    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
+) -> ir.Value:
+    """Add the residual after a layer, from what its experts give."""
+    experts, added = segment.experts, inputs[contract.EXPERTS]
+    assert experts is not None
+    if experts.enter is not None:
+        added = graph.op("MatMul", added, graph.weight(experts.enter))
+    return graph.op(
+        "Add", inputs[contract.RESIDUAL], _normed(graph, experts.post_norm, added, style)
+    )
 
 
 def _after_attention(

@@ -41,10 +41,11 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
     loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "linear", "mamba2", "delta_net", "candidates"):
+    for name in ("attend", "append", "linear", "mamba2", "delta_net", "candidates", "experts"):
         loaded[f"edgellm_{name}"].restype = None
     loaded.edgellm_step.restype = ctypes.c_int32
     loaded.edgellm_step_workspace.restype = ctypes.c_size_t
+    loaded.edgellm_experts_workspace.restype = ctypes.c_size_t
     loaded.edgellm_bare_products.restype = ctypes.c_double
     loaded.edgellm_log_sum_exp.restype = ctypes.c_double
     loaded.edgellm_log_sum_exp.argtypes = [ctypes.c_void_p, ctypes.c_int64]

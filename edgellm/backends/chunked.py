@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from edgellm.backends import providers
-from edgellm.backends.forward import Model
+from edgellm.backends.forward import HostExperts, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.parts import Parts
 from edgellm.backends.providers import CPU, CUDA
@@ -23,12 +23,16 @@ def require(name: str) -> None:
 
 
 def open_models(
-    parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
+    parts: Parts,
+    precisions: Sequence[str],
+    int8_head: ModelHead | None,
+    experts: HostExperts | None,
 ) -> dict[str, Model]:
     """Open the models of some precisions; return them by precision.
 
     Args:
         int8_head: LM head that is open already, for precisions whose head is in int8.
+        experts: experts on the host, of a model that has some.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
@@ -46,7 +50,12 @@ def open_models(
             models[precision] = cuda.open_model(parts, precision, head=head, attention=attention)
         else:
             models[precision] = _open_model(
-                parts, precision, head=head, attention=attention, runs_prefill=runs_prefill
+                parts,
+                precision,
+                head=head,
+                attention=attention,
+                experts=experts,
+                runs_prefill=runs_prefill,
             )
     return models
 
@@ -57,6 +66,7 @@ def _open_model(
     *,
     head: ModelHead,
     attention: HostAttention,
+    experts: HostExperts | None,
     runs_prefill: bool,
 ) -> Model:
     """Open a precision on the provider of prefill, or on the CPU if only decode runs it."""
@@ -74,7 +84,8 @@ def _open_model(
     # with two devices, attention has a thread of its own beside those of decode
     two = selection.scheduling(options.scheduling) == "two_devices"
     on_one = runs_prefill and (selection.shares_cpu or two)
-    return Model(segments, head, attention, threads=1 if on_one else parts.threads)
+    threads = 1 if on_one else parts.threads
+    return Model(segments, head, attention, threads=threads, experts=experts)
 
 
 def _heads(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,14 @@ from edgellm.errors import CancelledError
 
 Floats = NDArray[np.float32]
 Done = Callable[[Floats], None]
+
+
+class HostExperts(Protocol):
+    """Function that takes rows `[n, E]` through the experts of a layer."""
+
+    def __call__(self, layer: int, x: Floats, *, threads: int) -> Floats: ...
+
+
 Action = tuple[Step, Callable[[RunningChunk], None]]
 
 
@@ -31,9 +40,16 @@ class Model:
     """A precision ready to run: segments, embedding, LM head, and attention between segments."""
 
     def __init__(
-        self, segments: Segments, head: ModelHead, attention: HostAttention, *, threads: int
+        self,
+        segments: Segments,
+        head: ModelHead,
+        attention: HostAttention,
+        *,
+        threads: int,
+        experts: HostExperts | None = None,
     ) -> None:
         """Take over the parts; `attention` has RoPE tables for the whole context."""
+        self._experts = experts
         self.segments = segments
         self.config = segments.config
         self.head = head
@@ -167,6 +183,9 @@ class Model:
             if part.half == "down":
                 shadow = partial(self._shadow, part.index, position % 2)
                 actions.append((Step(f"shadow {layer}", "host"), shadow))
+            elif part.half == "behind":
+                experts = partial(self._add_experts, layer)
+                actions.append((Step(f"experts {layer}", "host"), experts))
             elif part.index:
                 attention = partial(self.attend, layer)
                 actions.append((Step(f"attention {layer}", "host", ordered=True), attention))
@@ -249,6 +268,14 @@ class Model:
             correction = self.segments.shadows[segment].correction(activated)
             if correction is not None:
                 chunk.buffers.residuals[residual][span.rows] += correction
+
+    def _add_experts(self, layer: int, chunk: RunningChunk) -> None:
+        """Take rows through the experts that the router chooses for each; padding takes no part."""
+        assert self._experts is not None
+        buffers, count = chunk.buffers, len(chunk.tokens)
+        rows = buffers.normed[:count]
+        buffers.experts[:count] = self._experts(layer, rows, threads=self._threads)
+        buffers.experts[count:] = 0
 
     def hidden(self, chunk: RunningChunk) -> Floats:
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]

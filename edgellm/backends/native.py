@@ -189,6 +189,10 @@ class NativeModel:
         hidden[rows] = last[0]
         return hidden, last[1]
 
+    def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
+        """Take normalized rows `[n, E]` through the experts of a layer."""
+        return self._step.experts(layer, x, threads=threads)
+
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""
         return linear(self._library, x, weight, fine=fine, threads=self._threads)

@@ -9,6 +9,7 @@ from edgellm.backends.selection import Selection
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
@@ -34,17 +35,29 @@ class Parts:
     progress: ProgressCallback | None
 
 
-def require_one_size(config: ModelConfig, takes: str) -> None:
-    """Refuse a model whose layers differ in heads or widths.
+def why_not_on_gpu(config: ModelConfig) -> str | None:
+    """Return why the Triton kernels cannot compute a model; None: they can."""
+    if not config.has_equal_heads:
+        return "the layers of the model differ in heads or their width"
+    routings = (layer.experts for layer in config.layers if layer.experts is not None)
+    unknown = sorted({name for routing in routings for name in not_on_gpu(routing)})
+    if unknown:
+        return f"its routers have {' and '.join(unknown)}, which Triton kernels do not compute"
+    return None
+
+
+def require_on_gpu(config: ModelConfig, backend: str) -> None:
+    """Refuse a model that the Triton kernels cannot compute.
 
     Args:
-        takes: text that says which back end takes only such models.
+        backend: option that wants them, such as "`decode` triton".
 
     Raises:
-        UnsupportedModelError: they differ.
+        UnsupportedModelError: they cannot.
     """
-    if not config.has_layers_of_one_size:
+    reason = why_not_on_gpu(config)
+    if reason is not None:
         raise UnsupportedModelError(
-            f"the layers of the model differ in heads or widths; {takes} layers of "
-            "one size. Take `decode` native, and `prefill` native or cpu"
+            f"{backend} cannot compute {config.model_type}: {reason}. Take `decode` native, and "
+            "`prefill` native or cpu"
         )

@@ -42,6 +42,7 @@ class ChunkBuffers:
         qkv: Q, K and V of each layer `[C, (H + 2 Hkv) * D]`.
         activated: inputs of each down_proj `[C, I]`, between the halves of a segment that is cut.
             Layers with arrays of the same width share them.
+        normed, experts: inputs and outputs of a layer's experts `[C, E]`.
         residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
         hidden: hidden states `[C, E]` after the final norm.
         segments: one function for each graph, which runs it on these buffers.
@@ -51,6 +52,8 @@ class ChunkBuffers:
     attention: Sequence[Any]
     qkv: Sequence[Any]
     activated: Sequence[Any]
+    normed: Any
+    experts: Any
     residuals: tuple[Any, Any]
     hidden: Any
     segments: Sequence[Run]
@@ -193,6 +196,8 @@ class Segments:
             [array(contract.ATTENTION, layer.attention.size) for layer in config.layers],
             [array(contract.QKV, layer.attention.qkv_size) for layer in config.layers],
             [array(contract.ACTIVATED, layer.mlp.intermediate) for layer in config.layers],
+            array(contract.NORMED, config.hidden_size),
+            array(contract.EXPERTS, config.hidden_size),
             (even, odd),
             array(contract.HIDDEN, config.hidden_size),
             runs,

@@ -153,6 +153,8 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     """
     if config is not None and config.native_parts:
         options = _native_alone(options, config)
+    elif config is not None and config.has_experts:
+        options = _for_experts(options, config)
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
@@ -192,6 +194,39 @@ def _native_alone(options: EngineOptions, config: ModelConfig) -> EngineOptions:
             "reinstall"
         )
     return replace(options, decode=NATIVE, prefill=NATIVE)
+
+
+def _for_experts(options: EngineOptions, config: ModelConfig) -> EngineOptions:
+    """Return the options with the back ends that compute experts in place of `auto`."""
+    prefill, in_graphs = options.prefill, options.prefill not in (AUTO, *STEPS)
+    if prefill == AUTO and options.precision is not None:
+        prefill, in_graphs = CPU, True
+    decode = options.decode
+    if decode == AUTO:
+        decode = NATIVE if in_graphs else _usual_decode()
+    for name, value, taken in (
+        ("decode", options.decode, (AUTO, NATIVE) if in_graphs else (AUTO, *STEPS)),
+        ("prefill", prefill, (prefill,) if prefill != CUDA else ()),
+    ):
+        if value not in taken:
+            raise UnsupportedModelError(
+                f"`{name}` is {value!r}, and the model ({config.model_type}) has experts, which "
+                f"the C++ and Triton kernels compute, the C++ kernels alone beside an execution "
+                f"provider; take `decode` {NATIVE} with a provider other than {CUDA} as `prefill`, "
+                f"or {NATIVE}, {TRITON} or {AUTO} for both"
+            )
+    if NATIVE in (decode, prefill) or PORTABLE in (decode, prefill):
+        _require_library(config)
+    return replace(options, decode=decode, prefill=decode if prefill == AUTO else prefill)
+
+
+def _require_library(config: ModelConfig) -> None:
+    if library() is None:
+        raise UnsupportedModelError(
+            f"the model ({config.model_type}) has experts, which the C++ and Triton kernels alone "
+            "compute; there is no GPU for these, or it is not asked for, and those were not built "
+            "when edgellm was installed; install a C++ compiler and reinstall"
+        )
 
 
 def stops_between_layers(prefill: str) -> bool:

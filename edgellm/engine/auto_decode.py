@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from edgellm.backends.parts import why_not_on_gpu
 from edgellm.backends.registry import AUTO, TRITON
 from edgellm.backends.selection import precisions_of, select, usual_host
 from edgellm.engine.memory import estimate
@@ -52,7 +53,7 @@ def _precisions(name: str, options: EngineOptions) -> Precisions:
         return precisions_of(options)
     except EdgeLLMError:
         config = config_here(name)
-        if config is not None and config.native_parts:
+        if config is not None and (config.native_parts or config.has_experts):
             select(options, config)
         raise
 
@@ -62,8 +63,9 @@ def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
     selection = select(options, bundle.config)
     if options.decode != AUTO or selection.decode != TRITON or options.prefill == TRITON:
         return None
-    if not bundle.config.has_layers_of_one_size:
-        return "the layers of the model differ in heads or widths"
+    reason = why_not_on_gpu(bundle.config)
+    if reason is not None:
+        return reason
     try:
         place = device.require()
     except ProviderError as error:

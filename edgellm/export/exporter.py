@@ -168,7 +168,7 @@ def default_precisions(config: ModelConfig) -> list[str]:
     A model whose residual cannot be rotated has float32 chunks; one with experts or states
     has none.
     """
-    if config.native_parts:
+    if config.native_parts or config.has_experts:
         return [PACKED]
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 
@@ -205,6 +205,8 @@ class _Steps:
         self._done = 0
         graphs = [f for f in map(PRECISIONS.__getitem__, precisions) if f.segments is not None]
         measured = sum(not precision.token_by_token for precision in graphs)
+        if checkpoint.config.has_experts:
+            measured = 0
         rounds = len(precisions) + measured + (measured > 0)  # the reference is made once
         self._total = rounds * (checkpoint.config.layer_count + 1)
 
@@ -284,7 +286,9 @@ class _Exporter:
             return self._packed(root, manifest)
         tokenizer = Tokenizer(base, manifest.tokenizer, rows=manifest.config.vocab_size)
         arrays = manifest.reference
-        if not (arrays or precision.token_by_token):
+        # where experts are nearly as good, rounding chooses: rows far from float32 are no fault
+        compared = not (precision.token_by_token or manifest.config.has_experts)
+        if compared and not arrays:
             arrays = self._reference(root, tokenizer)
         heads = dict(manifest.heads)
         if precision.head is not None and precision.head not in heads:
@@ -298,7 +302,7 @@ class _Exporter:
             calibration=self._calibration,
             on_segment=lambda i: self._steps.step(f"exporting {name}: segment {i}"),
         )
-        if not precision.token_by_token:
+        if compared:
             entry = replace(entry, errors=self._errors(root, base, name, entry, arrays))
         precisions = {**manifest.precisions, name: entry}
         return replace(manifest, precisions=precisions, heads=heads, reference=arrays)

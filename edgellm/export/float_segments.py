@@ -168,7 +168,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.native_parts:
+    if checkpoint.config.native_parts or checkpoint.config.has_experts:
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

@@ -37,7 +37,7 @@ from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
 from edgellm.graphs.norm import Array, Norm
-from edgellm.graphs.segment import Mlp, Segment
+from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
@@ -149,12 +149,14 @@ def _plain_segment(
     parts = _Parts(checkpoint, file, linear)
     last = index == checkpoint.config.layer_count
     here, before = f"layers.{index}", f"layers.{index - 1}"
+    experts = index > 0 and checkpoint.config.layers[index - 1].experts is not None
     return Segment(
         index,
         norm=parts.norm("final_norm" if last else f"{here}.attention_norm"),
         output=parts.linear(f"{before}.o") if index else None,
         output_norm=parts.norm(f"{before}.post_attention_norm"),
-        mlp=parts.mlp(index - 1) if index else None,
+        mlp=parts.mlp(index - 1) if index and not experts else None,
+        experts=parts.experts(index - 1) if experts else None,
         qkv=None if last else parts.qkv(index),
     )
 
@@ -189,6 +191,12 @@ class _Parts:
             norm=self.norm(f"{name}.mlp_norm"),
             post_norm=self.norm(f"{name}.post_mlp_norm"),
             activation=mlp.activation,
+        )
+
+    def experts(self, layer: int) -> Experts:
+        name = f"layers.{layer}"
+        return Experts(
+            norm=self.norm(f"{name}.mlp_norm"), post_norm=self.norm(f"{name}.post_mlp_norm")
         )
 
     def qkv(self, layer: int) -> Linear:

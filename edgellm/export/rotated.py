@@ -29,7 +29,7 @@ from edgellm.graphs.linear import (
     Linear,
 )
 from edgellm.graphs.norm import Array, Norm
-from edgellm.graphs.segment import Mlp, Segment
+from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels import hadamard
@@ -208,10 +208,11 @@ class _RotatedLayers:
         if index:
             before, layer = f"layers.{index - 1}", config.layers[index - 1]
             weights[f"{before}.o"] = self._writes(f"{before}.o", layer.attention.size)
-            for name in (f"{before}.gate", f"{before}.up"):
-                if name in self._specs:
-                    weights[name] = self._reads(f"{before}.mlp_norm", name)
-            weights[f"{before}.down"] = self._writes(f"{before}.down", layer.mlp.intermediate)
+            if layer.experts is None:
+                for name in (f"{before}.gate", f"{before}.up"):
+                    if name in self._specs:
+                        weights[name] = self._reads(f"{before}.mlp_norm", name)
+                weights[f"{before}.down"] = self._writes(f"{before}.down", layer.mlp.intermediate)
         if index < config.layer_count:
             here = f"layers.{index}"
             norm = f"{here}.attention_norm"
@@ -230,11 +231,13 @@ class _RotatedLayers:
         """Make a segment from its `weights`."""
         last = index == self._config.layer_count
         ones = Norm(store.array("ones", np.ones(self._config.hidden_size)))
+        experts = index > 0 and self._config.layers[index - 1].experts is not None
         return Segment(
             index,
             norm=ones,
             output=self._output(index - 1, weights, store) if index else None,
-            mlp=self._mlp(index - 1, weights, store, ones) if index else None,
+            mlp=self._mlp(index - 1, weights, store, ones) if index and not experts else None,
+            experts=self._experts(index - 1, store, ones) if experts else None,
             qkv=None if last else self._qkv(index, weights, store),
             enter=None if index else store.array(ROTATION, self._rotation),
             leave=store.array("leave", self._leave()) if last else None,
@@ -254,6 +257,15 @@ class _RotatedLayers:
             down=self._block_rotated(down, store, weights[name].shape[1]),
             norm=ones,
             activation=self._config.layers[layer].mlp.activation,
+        )
+
+    def _experts(self, layer: int, store: _Store, ones: Norm) -> Experts:
+        norm = f"layers.{layer}.mlp_norm"
+        return Experts(
+            norm=ones,
+            leave=store.array("unrotated", self._rotation.T),
+            weight=store.array(norm, self._floats(norm)),
+            enter=store.array(ROTATION, self._rotation),
         )
 
     def _biased(self, name: str, weights: Mapping[str, Floats], store: _Store) -> Linear:

@@ -18,6 +18,9 @@ from edgellm.store.reference import FOLDER as REFERENCE
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
 # Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
+# Precisions that can have a model's experts computed on the host, between two graphs.
+_BESIDE_EXPERTS = (PACKED, "f32", "f16", "w4a16", "w8a8")
+_EXPERTS = "it has experts, which are computed on the host beside f32, f16, w4a16 and w8a8 alone"
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
@@ -31,6 +34,8 @@ def why_not(precision: str, config: ModelConfig) -> str | None:
     """Return why a precision cannot compute a model, as text for an error; None if it can."""
     if config.native_parts:
         return None if precision == PACKED else _native(config)
+    if config.has_experts and precision not in _BESIDE_EXPERTS:
+        return _EXPERTS
     if precision not in ROTATED:
         return None
     if config.norm == "layer":
@@ -78,6 +83,11 @@ def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> Unsup
         return UnsupportedModelError(
             f"precision {precision} cannot compute {config.model_type}: {_native(config)}; take "
             f"`prefill` and `decode` native, or export {PACKED} alone"
+        )
+    if why_not(precision, config) == _EXPERTS:
+        return UnsupportedModelError(
+            f"precision {precision} cannot compute {config.model_type}: {_EXPERTS}; take `prefill` "
+            f"and `decode` native, or export {PACKED} or one of these"
         )
     others = [other for other in among if why_not(other, config) is None]
     advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"

@@ -38,4 +38,8 @@ void edgellm_delta_net(const edgellm::DeltaNetCall* call) { EDGELLM_CALL(delta_n
 
 size_t edgellm_step_workspace(const edgellm::StepCall* call) { return scalar::workspace(*call); }
 
+void edgellm_experts(const edgellm::ExpertsCall* call) { EDGELLM_CALL(experts(*call)) }
+
+size_t edgellm_experts_workspace(const edgellm::ExpertsCall* call) { return scalar::experts_workspace(*call); }
+
 }  // extern "C"

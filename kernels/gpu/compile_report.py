@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.gpu.early import OLDEST
 from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
@@ -72,6 +73,7 @@ class Shape:
         gated: whether the MLP has a gate.
         biases: whether linear layers have biases.
         softcap: whether scores and logits are capped.
+        routing: choice of experts; None: a layer has one MLP.
     """
 
     hidden: int
@@ -86,6 +88,7 @@ class Shape:
     gated: bool = True
     biases: bool = False
     softcap: bool = False
+    routing: Routing | None = None
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -108,6 +111,10 @@ SHAPES = {
         3072, 12288, 24, 2, 128, layer_norm=True, activation="gelu_tanh", gated=False, biases=True
     ),
     "Llama-with-biases": Shape(2048, 8192, 16, 4, 128, biases=True),
+    "Qwen3-30B-A3B": Shape(
+        2048, 768, 32, 4, 128, head_norms="each", routing=Routing(experts=128, used=8)
+    ),
+    "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
 
 
@@ -354,6 +361,7 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
     hidden, intermediate, width = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
     post, mean, biases = shape.post_norms, shape.layer_norm, shape.biases
+    experts = 1 if shape.routing is None else shape.routing.experts
     return LayerWeights(
         attention_norm=vector(hidden, True),
         attention_norm_bias=vector(hidden, mean),
@@ -366,14 +374,16 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         post_attention_norm=vector(hidden, post),
         mlp_norm=vector(hidden, True),
         mlp_norm_bias=vector(hidden, mean),
-        gate=panels(intermediate, hidden) if shape.gated else None,
+        gate=panels(experts * intermediate, hidden) if shape.gated else None,
         gate_bias=vector(intermediate, biases and shape.gated),
-        up=panels(intermediate, hidden),
+        up=panels(experts * intermediate, hidden),
         up_bias=vector(intermediate, biases),
-        down=panels(hidden, intermediate),
+        down=panels(experts * hidden, intermediate),
         heads=shape.heads,
         down_bias=vector(hidden, biases),
         post_mlp_norm=vector(hidden, post),
+        router=None if shape.routing is None else np.ones((experts, hidden), np.float32),
+        routing=shape.routing,
         head_norms=_head_norms(shape),
         activation=shape.activation,
         softcap=50.0 if shape.softcap else None,

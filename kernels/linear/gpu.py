@@ -22,6 +22,8 @@ from edgellm.kernels.quantized import GROUP, Kind
 
 # Most rows whose products take int8 codes and read weights once.
 FEW_ROWS = 32
+# Rows of a program, where there are more.
+MANY_TILE = 64
 # The interpreter takes as long for a small tile as for a large one.
 _INTERPRETED_PANELS = 64
 
@@ -111,6 +113,28 @@ class Next:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Tiles of slots, each of one expert's, for products with the stacked weights of experts.
+
+    Slots of an expert lie side by side. Those of up to `FEW_ROWS` rows begin with a tile of eight.
+
+    Attributes:
+        table: expert, first slot and number of slots of each tile, `[T, 3]` int32; a tile may have
+            none.
+        source: row of each slot, int32; None: the inputs are slots.
+        rows: number of rows of the step.
+        experts: number of experts.
+        used: number of experts, and slots, of a row.
+    """
+
+    table: torch.Tensor
+    source: torch.Tensor | None
+    rows: int
+    experts: int
+    used: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Call:
     """Everything of a product but its rows; see `linear`."""
 
@@ -124,14 +148,28 @@ class _Call:
     up_bias: torch.Tensor | None
     softcap: float | None
     add: bool
+    tiles: Tiles | None
 
     @property
     def second(self) -> DevicePackedWeights:
         return self.weight if self.up is None else self.up
 
     @property
+    def outputs(self) -> int:
+        """Number of outputs, of each expert if there are any."""
+        return self.weight.outputs // (1 if self.tiles is None else self.tiles.experts)
+
+    @property
     def panels(self) -> int:
-        return -(-self.weight.outputs // PANEL)
+        return -(-self.outputs // PANEL)
+
+    @property
+    def slots(self) -> list[torch.Tensor]:
+        """Table and source of `tiles`; kernels need pointers without them, too."""
+        if self.tiles is None:
+            return [self.y, self.y]
+        source = self.tiles.source
+        return [self.tiles.table, self.tiles.table if source is None else source]
 
     @property
     def pointers(self) -> list[torch.Tensor]:
@@ -149,6 +187,8 @@ class _Call:
             "UP_BIAS": self.up_bias is not None,
             "CAP": self.softcap is not None,
             "ADD": self.add,
+            "EXPERTS": self.tiles is not None,
+            "SOURCES": self.tiles is not None and self.tiles.source is not None,
             "KIND": self.weight.kind,
             "UP_KIND": self.second.kind,
         }
@@ -172,6 +212,7 @@ def linear(
     peaks: Peaks | None = None,
     coded: CodedRows | None = None,
     then: Next | None = None,
+    tiles: Tiles | None = None,
 ) -> None:
     """Compute y = activation(f(x) W^T + bias) for float32 rows `x` `[M, K]` and `y` `[M, N]`.
 
@@ -190,6 +231,7 @@ def linear(
         peaks: maxima of the outputs, filled only for few rows.
         coded: few rows, coded already, with the weights of the norm.
         then: what comes next, for few rows; unless they are added, outputs are not in `y` then.
+        tiles: slots of experts, if `weight` has those of all: `y` has a row for each slot then.
 
     Raises:
         ValueError: the rows have another width, or the second weight has another shape.
@@ -207,17 +249,19 @@ def linear(
         up_bias=up_bias,
         softcap=softcap,
         add=add,
+        tiles=tiles,
     )
     second = call.second
     if (second.outputs, second.inputs) != (weight.outputs, weight.inputs):
         raise ValueError(f"the second weight is {second.outputs} x {second.inputs}, another shape")
-    if len(x) <= FEW_ROWS:
+    count = len(x) if tiles is None else tiles.rows
+    if count <= FEW_ROWS:
         if coded is None:
             code_rows(x, rows.coded, norm=norm, fine=fine)
-        _few(len(x), coded or rows.coded, call, fine=fine, peaks=peaks, then=then)
+        _few(count, coded or rows.coded, call, fine=fine, peaks=peaks, then=then)
     else:
         _prepare(x, norm, epsilon, rows)
-        _many(len(x), rows, call)
+        _many(count, rows, call)
 
 
 def _few(
@@ -231,7 +275,7 @@ def _few(
 ) -> None:
     """Multiply rows that were coded."""
     y, groups = call.y, call.weight.inputs // GROUP
-    tiles = triton.next_power_of_2(-(-count // TILE))
+    tiles = 1 if call.tiles is not None else triton.next_power_of_2(-(-count // TILE))
     warps, steps = _shape(call, tiles, one=count == 1)
     # codes of 32 outputs have a scale, which are two panels
     panels = 1 if then is None else 2
@@ -239,7 +283,8 @@ def _few(
         panels = max(panels, min(_INTERPRETED_PANELS, triton.next_power_of_2(call.panels)))
     after = rows if then is None else then.rows
     norm = None if then is None else then.norm
-    product_kernel[(triton.cdiv(call.panels, panels),)](
+    sections = 1 if call.tiles is None else len(call.tiles.table)
+    product_kernel[(triton.cdiv(call.panels, panels), sections)](
         rows.codes,
         rows.rest,
         rows.scale,
@@ -254,9 +299,10 @@ def _few(
         after.scale,
         after.shift,
         after.squares,
+        *call.slots,
         count,
         call.weight.inputs,
-        call.weight.outputs,
+        call.outputs,
         y.stride(0),
         call.epsilon,
         0.0 if call.softcap is None else call.softcap,
@@ -292,7 +338,8 @@ def _shape(call: _Call, tiles: int, *, one: bool) -> tuple[int, int]:
     # offsets or several rows, and int5_k, leave fewer registers for them
     kind = call.weight.kind
     tight = (call.up is not None and (kind.affine or not one)) or (kind.bits == 5 and kind.blocked)
-    return 4 if call.panels > 300 else 8, max(1, (2 if tight else 4) // tiles)
+    panels = call.panels * (1 if call.tiles is None else call.tiles.used)
+    return 4 if panels > 300 else 8, max(1, (2 if tight else 4) // tiles)
 
 
 def _many(count: int, rows: Rows, call: _Call) -> None:
@@ -302,17 +349,19 @@ def _many(count: int, rows: Rows, call: _Call) -> None:
     if interpreted():
         wide = _INTERPRETED_PANELS
     each = min(wide, aligned(panels))
-    gemm_kernel[(triton.cdiv(panels, each), triton.cdiv(count, 64))](
+    sections = triton.cdiv(count, MANY_TILE) if call.tiles is None else len(call.tiles.table)
+    gemm_kernel[(triton.cdiv(panels, each), sections)](
         rows.halves,
         rows.scale,
         *call.pointers,
+        *call.slots,
         count,
         call.weight.inputs,
-        call.weight.outputs,
+        call.outputs,
         call.y.stride(0),
         0.0 if call.softcap is None else call.softcap,
         **call.constants,
-        ROWS=64,
+        ROWS=MANY_TILE,
         PANELS=each,
         GROUPS=2,
         num_warps=4,

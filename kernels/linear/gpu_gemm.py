@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.linear.gpu_epilogue import epilogue
-from edgellm.kernels.linear.gpu_packed import group_start, looked_up, offsets, scales
+from edgellm.kernels.linear.gpu_packed import (
+    group_start,
+    looked_up,
+    offsets,
+    panel_start,
+    scales,
+)
 
 
 @triton.jit
@@ -152,6 +158,8 @@ def gemm_kernel(
     bias_ptr: tl.tensor,
     up_bias_ptr: tl.tensor,
     y_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    source_ptr: tl.tensor,
     rows: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
@@ -163,6 +171,8 @@ def gemm_kernel(
     UP_BIAS: tl.constexpr,
     CAP: tl.constexpr,
     ADD: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SOURCES: tl.constexpr,
     KIND: tl.constexpr,
     UP_KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -173,27 +183,48 @@ def gemm_kernel(
 
     The grid counts panels, then rows. Rows of y are `y_stride` numbers apart. See
     `epilogue` for the rest.
+
+    Args:
+        EXPERTS: whether the grid counts tiles of experts in place of rows: an expert, its first
+            slot and its number of slots, up to ROWS; see `product_kernel`.
+        SOURCES: whether the rows of slots are named; else slots are rows.
     """
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     panels = tl.cdiv(outputs, 16)
     groups = inputs // 32
+    known = row < rows
+    source = row
+    if EXPERTS:
+        tile_ptr += tl.program_id(1) * 3
+        count = tl.load(tile_ptr + 2)
+        if count == 0:
+            return
+        data_ptr += panel_start(tl.load(tile_ptr) * panels, groups, KIND, 1)
+        if GATED:
+            up_data_ptr += panel_start(tl.load(tile_ptr) * panels, groups, UP_KIND, 1)
+        row = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
+        known = tl.arange(0, ROWS) < count
+        # one that is not there is read, and not stored
+        source = tl.where(known, row, tl.load(tile_ptr + 1))
+        if SOURCES:
+            source = tl.load(source_ptr + source)
+    first_input = source * inputs
     acc = tl.zeros([ROWS, PANELS * 16], tl.float32)
     up = tl.zeros([ROWS, PANELS * 16], tl.float32)
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         k = first * 32 + tl.arange(0, GROUPS * 32)
-        x = tl.load(
-            x_ptr + row[:, None].to(tl.int64) * inputs + k[None, :],
-            mask=(row < rows)[:, None] & (k < inputs)[None, :],
-            other=0.0,
-        )
+        inside = (k < inputs)[None, :]
+        if not EXPERTS:
+            inside &= known[:, None]
+        x = tl.load(x_ptr + (first_input[:, None] + k[None, :]), mask=inside, other=0.0)
         w = weight_tile(data_ptr, table_ptr, panel, group, panels, groups, KIND)
         acc = tl.dot(x, w, acc)
         if GATED:
             w = weight_tile(up_data_ptr, up_table_ptr, panel, group, panels, groups, UP_KIND)
             up = tl.dot(x, w, up)
-    scale = tl.load(scale_ptr + row, mask=row < rows, other=0.0)[:, None]
+    scale = tl.load(scale_ptr + source, mask=known, other=0.0)[:, None]
     output = tl.program_id(0) * PANELS * 16 + tl.arange(0, PANELS * 16)
     y = epilogue(
         acc * scale,
@@ -209,7 +240,7 @@ def gemm_kernel(
         UP_BIAS,
         CAP,
     )
-    there = (row < rows)[:, None] & (output < outputs)[None, :]
+    there = known[:, None] & (output < outputs)[None, :]
     place = row[:, None].to(tl.int64) * y_stride + output[None, :]
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)

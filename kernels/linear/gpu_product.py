@@ -36,13 +36,19 @@ def loaded_rows(
     groups: tl.tensor,
     rows: tl.tensor,
     ptrs: tl.tensor,
+    places: tl.tensor,
     LATER: tl.constexpr,
     TILE: tl.constexpr,
     SHIFTED: tl.constexpr,
     FINE: tl.constexpr,
     ONE: tl.constexpr,
+    SOURCES: tl.constexpr,
 ) -> tl.tensor:
     """Load group `first` + LATER + `warp` of eight rows; addresses differ by a constant only.
+
+    Args:
+        places: offsets of the codes of a row, and of the scales of two, if SOURCES: rows lie
+            anywhere then, and in their order otherwise.
 
     Returns:
         Scales of rows 2 c and 2 c + 1, c = thread % 4; sums of their 32 values, if SHIFTED; codes
@@ -53,16 +59,22 @@ def loaded_rows(
     inside = first + LATER + warp < groups
     start = TILE * groups + first
     at = start * 8 + (warp * 8 + 2 * quad)
+    other = at + 1
+    if SOURCES:
+        at = first * 8 + (warp * 8 + places[1])
+        other = first * 8 + (warp * 8 + places[2])
     raw = nothing()
     raw += (tl.load(scale_ptr + at + LATER * 8, mask=inside, other=0.0),)
     if not ONE:
-        raw += (tl.load(scale_ptr + at + (LATER * 8 + 1), mask=inside, other=0.0),)
+        raw += (tl.load(scale_ptr + other + LATER * 8, mask=inside, other=0.0),)
     if SHIFTED:
         raw += (tl.load(shift_ptr + at + LATER * 8, mask=inside, other=0.0),)
         if not ONE:
-            raw += (tl.load(shift_ptr + at + (LATER * 8 + 1), mask=inside, other=0.0),)
+            raw += (tl.load(shift_ptr + other + LATER * 8, mask=inside, other=0.0),)
     wanted = inside & (TILE * 8 + row < rows)
     at = start * 32 + (warp * 32 + quad * 8 + row)
+    if SOURCES:
+        at = first * 32 + (warp * 32 + places[0])
     raw += (tl.load(codes_ptr + at + LATER * 32, mask=wanted, other=0),)
     if FINE:
         raw += (tl.load(rest_ptr + at + LATER * 32, mask=wanted, other=0),)
@@ -169,12 +181,14 @@ def loaded_steps(
     groups: tl.tensor,
     rows: tl.tensor,
     x_ptrs: tl.tensor,
+    places: tl.tensor,
     panel_ptr: tl.tensor,
     up_ptr: tl.tensor,
     GATED: tl.constexpr,
     SHIFTED: tl.constexpr,
     FINE: tl.constexpr,
     ONE: tl.constexpr,
+    SOURCES: tl.constexpr,
     KIND: tl.constexpr,
     UP_KIND: tl.constexpr,
     TILES: tl.constexpr,
@@ -198,11 +212,13 @@ def loaded_steps(
                     groups,
                     rows,
                     x_ptrs,
+                    places,
                     step * WARPS,
                     tile,
                     SHIFTED,
                     FINE,
                     ONE,
+                    SOURCES,
                 ),
             )
         raw += ((w, u, x),)
@@ -233,6 +249,22 @@ def total(
     return tl.reshape(y, [TILES * 8, PANELS * 16]) * FACTOR
 
 
+@triton.jit
+def source_places(
+    source_ptr: tl.tensor, thread: tl.tensor, rows: tl.tensor, groups: tl.tensor
+) -> tl.tensor:
+    """Return where the rows lie that `source_ptr` names; see `loaded_rows`."""
+    quad, row = thread % 4, thread // 4
+    codes = tl.load(source_ptr + row, mask=row < rows, other=0)
+    first = tl.load(source_ptr + 2 * quad, mask=2 * quad < rows, other=0)
+    second = tl.load(source_ptr + 2 * quad + 1, mask=2 * quad + 1 < rows, other=0)
+    return (
+        codes // 8 * groups * 32 + quad * 8 + codes % 8,
+        first // 8 * groups * 8 + first % 8,
+        second // 8 * groups * 8 + second % 8,
+    )
+
+
 # one compilation for all numbers of rows
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
@@ -256,6 +288,8 @@ def product_kernel(
     next_scale_ptr: tl.tensor,
     next_shift_ptr: tl.tensor,
     next_squares_ptr: tl.tensor,
+    tile_ptr: tl.tensor,
+    source_ptr: tl.tensor,
     rows: tl.tensor,
     inputs: tl.tensor,
     outputs: tl.tensor,
@@ -273,6 +307,8 @@ def product_kernel(
     CODED: tl.constexpr,
     NEXT_NORM: tl.constexpr,
     NEXT_FINE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SOURCES: tl.constexpr,
     FINE: tl.constexpr,
     ONE: tl.constexpr,
     KIND: tl.constexpr,
@@ -290,6 +326,10 @@ def product_kernel(
     Args:
         CODED: whether the outputs are written as codes for the next product, too or, unless they
             are added to y, only so; NEXT_NORM, NEXT_FINE: see `store_rows`.
+        EXPERTS: whether there are tiles of experts, which the grid counts behind the panels: an
+            expert, its first slot and its number of slots, up to 8. Weights have `outputs` for each
+            expert, and results are slots.
+        SOURCES: whether the rows of slots are named; else slots are rows, a tile each eight.
         ONE: whether there is a single row.
         WARPS: warps that share a panel.
         STEPS: groups that a warp loads at a time, while it multiplies those before.
@@ -301,21 +341,38 @@ def product_kernel(
     warp, thread = each // 32 % WARPS, each % 32
     # one that is not there is read, and not stored
     panel = tl.minimum(tl.program_id(0) * PANELS + each // (WARPS * 32), panels - 1)
+    row = tl.arange(0, TILES * 8)[:, None]
+    slot = row
+    x_tile = 0
+    if EXPERTS:
+        wait_for_last(EARLY)
+        tile_ptr += tl.program_id(1) * 3
+        rows = tl.load(tile_ptr + 2)
+        if rows == 0:
+            return
+        panel += tl.load(tile_ptr) * panels
+        first_slot = tl.load(tile_ptr + 1)
+        slot += first_slot
+        if not SOURCES:
+            x_tile = first_slot // 8 * groups
     panel_ptr = data_ptr + panel_start(panel, groups, KIND, 1)
     up_ptr = up_data_ptr + panel_start(panel, groups, UP_KIND, 1)
     line = each % (WARPS * 32) * 128
-    prefetch(panel_ptr + line % run_size(groups, KIND, 1), EARLY)
+    prefetch(panel_ptr + line % run_size(groups, KIND, 1), EARLY and not EXPERTS)
     if GATED:
-        prefetch(up_ptr + line % run_size(groups, UP_KIND, 1), EARLY)
+        prefetch(up_ptr + line % run_size(groups, UP_KIND, 1), EARLY and not EXPERTS)
     table = table_words(table_ptr, KIND)
     up_table = table_words(up_table_ptr, UP_KIND)
     wait_for_last(EARLY)
     x_ptrs = (
-        codes_ptr.to(tl.pointer_type(tl.int64)),
-        rest_ptr.to(tl.pointer_type(tl.int64)),
-        scale_ptr,
-        shift_ptr,
+        codes_ptr.to(tl.pointer_type(tl.int64)) + x_tile * 32,
+        rest_ptr.to(tl.pointer_type(tl.int64)) + x_tile * 32,
+        scale_ptr + x_tile * 8,
+        shift_ptr + x_tile * 8,
     )
+    places = nothing()
+    if SOURCES and not ONE:
+        places = source_places(source_ptr + first_slot, thread, rows, groups)
     SHIFTED: tl.constexpr = KIND.affine or UP_KIND.affine
     zero = tl.zeros([PANELS * WARPS * 32], tl.float32)
     acc = nothing()
@@ -328,12 +385,14 @@ def product_kernel(
         groups,
         rows,
         x_ptrs,
+        places,
         panel_ptr,
         up_ptr,
         GATED,
         SHIFTED,
         FINE,
         ONE,
+        SOURCES and not ONE,
         KIND,
         UP_KIND,
         TILES,
@@ -348,12 +407,14 @@ def product_kernel(
             groups,
             rows,
             x_ptrs,
+            places,
             panel_ptr,
             up_ptr,
             GATED,
             SHIFTED,
             FINE,
             ONE,
+            SOURCES and not ONE,
             KIND,
             UP_KIND,
             TILES,
@@ -374,10 +435,12 @@ def product_kernel(
     second = y
     if GATED:
         second = total(acc, TILES, TILES, PANELS, WARPS, UP_KIND)
-    row = tl.arange(0, TILES * 8)[:, None]
     if NORM:
         each = tl.arange(0, SPAN)[None, :]
-        place = (row // 8 * groups + each) * 8 + row % 8
+        source = row
+        if SOURCES and not ONE:
+            source = tl.load(source_ptr + slot, mask=row < rows, other=0)
+        place = (source // 8 * groups + each) * 8 + source % 8
         squares = tl.load(squares_ptr + place, mask=(row < rows) & (each < groups), other=0.0)
         factor = 1.0 / tl.sqrt(tl.sum(squares, axis=1) / inputs + epsilon)
         y *= factor[:, None]
@@ -398,7 +461,7 @@ def product_kernel(
         CAP,
     )
     there = (row < rows) & (output < outputs)
-    place = row.to(tl.int64) * y_stride + output
+    place = slot.to(tl.int64) * y_stride + output
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)
     if ADD or not CODED:
@@ -408,13 +471,13 @@ def product_kernel(
         both = tl.reshape(y, [TILES * 8, PANELS // 2, 32])
         group = tl.program_id(0) * (PANELS // 2) + tl.arange(0, PANELS // 2)[None, :]
         known = (row < rows) & (group < outputs // 32)
-        place = (row // 8 * (outputs // 32) + group) * 8 + row % 8
+        place = (slot // 8 * (outputs // 32) + group) * 8 + slot % 8
         if NEXT_NORM:
             tl.store(next_squares_ptr + place, tl.sum(both * both, axis=2), mask=known)
             y *= tl.load(next_norm_ptr + output, mask=output < outputs, other=0.0)
         store_rows(
             tl.reshape(y, [COUNT, 32]),
-            tl.reshape(row + 0 * group, [COUNT]),
+            tl.reshape(slot + 0 * group, [COUNT]),
             tl.reshape(group + 0 * row, [COUNT]),
             tl.reshape(known, [COUNT]),
             outputs // 32,

@@ -96,6 +96,33 @@ def store_rows(
 
 
 @triton.jit
+def store_inputs(
+    x: tl.tensor,
+    row: tl.tensor,
+    group: tl.tensor,
+    there: tl.tensor,
+    groups: tl.tensor,
+    norm_ptr: tl.tensor,
+    ptrs: tl.tensor,
+    NORM: tl.constexpr,
+    FINE: tl.constexpr,
+) -> None:
+    """Write groups `[N, 32]` of a row, times the weights of an RMS norm if any, as codes.
+
+    Args:
+        ptrs: arrays of `CodedRows`.
+    """
+    codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr = ptrs
+    k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    if NORM:
+        place = (row // 8 * groups + group) * 8 + row % 8
+        tl.store(squares_ptr + place, tl.sum(x * x, axis=1), mask=there)
+        x *= tl.load(norm_ptr + k, mask=there[:, None], other=0.0)
+    rows = tl.zeros(group.shape, tl.int32) + row
+    store_rows(x, rows, group, there, groups, codes_ptr, rest_ptr, scale_ptr, shift_ptr, FINE)
+
+
+@triton.jit
 def code_rows_kernel(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
@@ -119,12 +146,8 @@ def code_rows_kernel(
     there = group < groups
     k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64) * inputs + k, mask=there[:, None], other=0.0)
-    rows = tl.zeros([GROUPS], tl.int32) + row
-    if NORM:
-        place = (row // 8 * groups + group) * 8 + row % 8
-        tl.store(squares_ptr + place, tl.sum(x * x, axis=1), mask=there)
-        x *= tl.load(norm_ptr + k, mask=there[:, None], other=0.0)
-    store_rows(x, rows, group, there, groups, codes_ptr, rest_ptr, scale_ptr, shift_ptr, FINE)
+    ptrs = codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr
+    store_inputs(x, row, group, there, groups, norm_ptr, ptrs, NORM, FINE)
 
 
 def code_rows(

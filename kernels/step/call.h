@@ -117,4 +117,13 @@ struct StepCall {
     int32_t first_layer, last_layer;  // from the one to before the other; embedding and head are the ends'
 };
 
+// Arguments of the experts of one layer; the same fields, in the same order, as in native.py.
+struct ExpertsCall {
+    const Transformer* model;
+    const float* x;   // [count, hidden], normalized
+    float* y;         // [count, hidden]
+    char* workspace;  // edgellm_experts_workspace bytes
+    int32_t layer, count, threads;
+};
+
 }  // namespace edgellm

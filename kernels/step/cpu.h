@@ -548,3 +548,31 @@ inline size_t workspace(const edgellm::StepCall& call) {
     Buffers(call, edgellm::places_of(call), nullptr, bytes);
     return bytes + 64;
 }
+
+inline Experts experts_of(const edgellm::ExpertsCall& call, char* memory, size_t& bytes) {
+    return Experts(*call.model, call.count, call.threads, [&](size_t size) {
+        char* taken = memory + bytes;
+        bytes += Buffers::aligned(size);
+        return taken;
+    });
+}
+
+// What the router's experts give of a layer that has some, and no shared one.
+inline void experts(const edgellm::ExpertsCall& call) {
+    size_t bytes = 0;
+    const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64, hidden = call.model->hidden;
+    const Experts experts = experts_of(call, call.workspace + (64 - before), bytes);
+    const edgellm::Layer& layer = call.model->layers[call.layer];
+    constexpr int PHASES = 7;
+    edgellm::run_team(call.threads, PHASES, [&](edgellm::Worker& worker) {
+        worker.each(call.count, [&](int r) { std::memcpy(experts.normed(r), call.x + r * hidden, 4 * hidden); });
+        experts.run(worker, *call.model, call.layer, {});
+        worker.each(call.count, [&](int r) { experts.sum(layer, r, call.y + r * hidden, false); });
+    });
+}
+
+inline size_t experts_workspace(const edgellm::ExpertsCall& call) {
+    size_t bytes = 0;
+    experts_of(call, nullptr, bytes);
+    return bytes + 64;
+}

@@ -26,7 +26,7 @@ from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.step.gpu_inputs import SpanInputs
-from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
+from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope, check_parts
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights, check_pools, check_weights
@@ -93,13 +93,13 @@ class DeviceStep:
         check_weights(weights, ropes=len(rope_tables))
         check_pools(weights, [pool.host for pool in pools])
         first = weights.layers[0]
-        shape = first.heads, first.kv_heads, first.head_dim, first.up.outputs
+        shape = first.heads, first.kv_heads, first.head_dim
         for layer in weights.layers:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
-            if (layer.heads, layer.kv_heads, layer.head_dim, layer.up.outputs) != shape:
+            check_parts(layer)
+            if (layer.heads, layer.kv_heads, layer.head_dim) != shape:
                 raise ValueError(
-                    "layers differ in heads, KV heads, head_dim or the MLP; needed are layers "
-                    "of one shape"
+                    "layers differ in heads, KV heads or head_dim; needed are the same in all"
                 )
             if layer.input is not None or layer.output_scale != 1:
                 raise ValueError("layers with embeddings or a scale of their own; needed are none")
@@ -126,7 +126,7 @@ class DeviceStep:
 
         # decode has inputs of its own, which are small and nearly the same from step to step
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
-        self._buffers = Buffers.empty(first, rows=MAX_ROWS, device=device)
+        self._buffers = Buffers.empty(weights.layers, rows=MAX_ROWS, device=device)
         self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
         self._chunk = Captured(self._launch_chunk, device)
         self._decode: dict[int, Captured] = {}  # by number of rows

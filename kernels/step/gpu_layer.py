@@ -1,21 +1,25 @@
 """Single layer of the fused step in Triton.
 
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
-norm behind a product, and each layer norm, takes another one.
+norm behind a product, and each layer norm, takes another one; experts take three more, and five if
+there are many rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from edgellm.kernels.attention.gpu import Partials, attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
+from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
+from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
@@ -30,7 +34,7 @@ from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+from edgellm.kernels.step.weights import VECTORS, Floats, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -44,6 +48,33 @@ class DeviceRope(NamedTuple):
         return cls(on_device(table.cos, device), on_device(table.sin, device))
 
 
+# Parts of a layer that are computed here; another one is refused, not left out.
+_PARTS = {
+    *("q", "k", "v", "o", "gate", "up", "down", "heads", "head_norms", "activation", "rope"),
+    *("router", "routing", "pool", "window", "scale", "softcap"),
+}
+
+
+def check_parts(layer: LayerWeights) -> None:
+    """Refuse a layer with a part that the Triton kernels do not compute.
+
+    Raises:
+        ValueError: it has one; the message names it.
+    """
+    for field in fields(layer):
+        known = field.name in _PARTS or field.name in VECTORS
+        if not known and getattr(layer, field.name) is not field.default:
+            raise ValueError(f"Triton kernels compute no {field.name}")
+    if layer.activation not in get_args(Activation):
+        raise ValueError(f"Triton kernels compute no activation {layer.activation}")
+    if layer.routing is not None:
+        unknown = not_on_gpu(layer.routing)
+        if unknown or not all(
+            bias is None for bias in (layer.gate_bias, layer.up_bias, layer.down_bias)
+        ):
+            raise ValueError(f"Triton kernels compute no experts with {unknown or 'biases'}")
+
+
 @dataclass(frozen=True)
 class Buffers:
     """Buffers for the tokens of a step on their way through the layers.
@@ -52,7 +83,7 @@ class Buffers:
         x: residual `[rows, E]`.
         qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
         q, attended: queries, and outputs of attention, `[rows, H, D]`.
-        activated: inputs of down_proj `[rows, F]`.
+        activated: inputs of down_proj, of `[rows, F]` in the layer with the largest F.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
@@ -69,11 +100,16 @@ class Buffers:
     residual: CodedRows
     inner: CodedRows
     partials: Partials
+    experts: ExpertBuffers | None
 
     @classmethod
-    def empty(cls, layer: LayerWeights, *, rows: int, device: str) -> Buffers:
-        hidden, intermediate, width = layer.up.inputs, layer.up.outputs, layer.o.inputs
+    def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
+        """Allocate buffers for layers with the same heads."""
+        layer, sizes = layers[0], [each for each in map(_expert_sizes, layers) if each is not None]
+        hidden, width = layer.up.inputs, layer.o.inputs
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+        plain = (each.up.outputs for each in layers if each.routing is None)
+        intermediate = max(plain, default=0)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -84,7 +120,7 @@ class Buffers:
             qkv=empty(rows, heads + 2 * kv_heads, head_dim),
             q=empty(rows, heads, head_dim),
             attended=empty(rows, heads, head_dim),
-            activated=empty(rows, intermediate),
+            activated=empty(rows * intermediate),
             states=empty(rows, hidden),
             rows=Rows.empty(rows, inputs, device),
             residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
@@ -92,21 +128,18 @@ class Buffers:
             partials=Partials.empty(
                 tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
             ),
+            experts=ExpertBuffers.empty(sizes, rows=rows, device=device) if sizes else None,
         )
 
     def of(self, rows: int) -> Buffers:
         """Return the part of the buffers for the first `rows` tokens."""
-        return Buffers(
-            self.x[:rows],
-            self.qkv[:rows],
-            self.q[:rows],
-            self.attended[:rows],
-            self.activated[:rows],
-            self.states[:rows],
-            self.rows,
-            self.residual,
-            self.inner,
-            self.partials,
+        return replace(
+            self,
+            x=self.x[:rows],
+            qkv=self.qkv[:rows],
+            q=self.q[:rows],
+            attended=self.attended[:rows],
+            states=self.states[:rows],
         )
 
 
@@ -140,6 +173,7 @@ class DeviceLayer:
     down: DevicePackedWeights
     down_bias: torch.Tensor | None
     post_mlp_norm: DeviceNorm | None
+    router: DeviceRouter | None
 
     @classmethod
     def of(
@@ -182,6 +216,7 @@ class DeviceLayer:
             down=DevicePackedWeights.of(layer.down, device),
             down_bias=vector(layer.down_bias),
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
+            router=_device_router(layer, device),
         )
 
     def run(
@@ -215,12 +250,14 @@ class DeviceLayer:
             coded=attended,
             then=then,
         )
-        activated = self._activate(buffers, ready=ready)
         norm = None if after is None else after.attention_norm
         # codes of 16 bits for V
         then = _next(norm, buffers, fine=True) if few else None
+        if self.router is not None:
+            return self._add_experts(buffers, self.router, ready=ready, then=then)
+        inner, activated = self._activate(buffers, ready=ready)
         return self._add(
-            buffers.activated,
+            inner,
             self.down,
             self.down_bias,
             self.post_mlp_norm,
@@ -279,16 +316,18 @@ class DeviceLayer:
         )
         return coded
 
-    def _activate(self, buffers: Buffers, *, ready: bool) -> CodedRows | None:
-        """Compute the MLP up to the input of `down`; return that if it is codes."""
+    def _activate(self, buffers: Buffers, *, ready: bool) -> tuple[torch.Tensor, CodedRows | None]:
+        """Compute the MLP up to the inputs of `down`; return those, and their codes if they are."""
         inputs, norm = self._inputs(self.mlp_norm, buffers)
         gated, few = self.gate is not None, len(inputs) <= FEW_ROWS
         activation = self.host.activation
         assert activation != "clamped_swiglu"
+        width = self.up.outputs
+        inner = buffers.activated[: len(inputs) * width].view(-1, width)
         linear(
             inputs,
             self.up if self.gate is None else self.gate,
-            buffers.activated,
+            inner,
             buffers.rows,
             norm=norm,
             epsilon=self.epsilon,
@@ -299,7 +338,42 @@ class DeviceLayer:
             coded=buffers.residual if ready else None,
             then=Next(buffers.inner) if few else None,
         )
-        return buffers.inner if few else None
+        return inner, buffers.inner if few else None
+
+    def _add_experts(
+        self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None
+    ) -> bool:
+        """Add what the router's experts give; see `_add`."""
+        room = buffers.experts
+        assert room is not None
+        inputs, norm = self._inputs(self.mlp_norm, buffers)
+        few, gated = len(inputs) <= FEW_ROWS, self.gate is not None
+        activation = self.host.activation
+        assert activation != "clamped_swiglu"
+        tiles = route(inputs, router, room, norm=norm, epsilon=self.epsilon)
+        inner, out = room.slots(router.sizes, len(inputs))
+        linear(
+            inputs,
+            self.up if self.gate is None else self.gate,
+            inner,
+            buffers.rows,
+            norm=norm,
+            epsilon=self.epsilon,
+            activation=activation,
+            up=self.up if gated else None,
+            coded=buffers.residual if ready else None,
+            then=Next(room.inner) if few else None,
+            tiles=tiles,
+        )
+        slots = replace(tiles, source=None)
+        linear(inner, self.down, out, room.rows, coded=room.inner if few else None, tiles=slots)
+        post = self.post_mlp_norm
+        after = then if post is None else None
+        to = buffers.x if post is None else buffers.states
+        add_up(room, router.sizes, to, add=post is None, then=after)
+        if post is not None:
+            normalize(to, post, buffers.x, epsilon=self.epsilon, add=True)
+        return after is not None
 
     def _inputs(
         self, norm: DeviceNorm | None, buffers: Buffers
@@ -341,6 +415,20 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
     if norm is None or norm.bias is not None:
         return None
     return Next(buffers.residual, norm.weight, fine)
+
+
+def _expert_sizes(layer: LayerWeights) -> ExpertSizes | None:
+    """Return the sizes of a layer's experts; None: it has none."""
+    if layer.routing is None:
+        return None
+    return ExpertSizes(layer.routing, layer.up.inputs, layer.down.inputs)
+
+
+def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
+    sizes = _expert_sizes(layer)
+    if sizes is None or layer.router is None:
+        return None
+    return DeviceRouter(on_device(layer.router, device), sizes)
 
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:

@@ -192,6 +192,16 @@ class _Call(ctypes.Structure):
     ]
 
 
+class _ExpertsCall(ctypes.Structure):
+    """Arguments of the experts of a layer; the fields are those of call.h, in their order."""
+
+    _fields_ = [
+        ("model", ctypes.POINTER(_Transformer)),
+        *((name, ctypes.c_void_p) for name in ("x", "y", "workspace")),
+        *((name, ctypes.c_int32) for name in ("layer", "count", "threads")),
+    ]
+
+
 def _layer(layer: LayerWeights, slot: int) -> _Layer:
     """Return the structure of a layer, in which V takes 16-bit activations.
 
@@ -411,6 +421,30 @@ class FusedStep:
         if not done:
             return None
         return states, logits[:, : weights.head.outputs]
+
+    def experts(self, layer: int, x: Floats, *, threads: int = 1) -> Floats:
+        """Take normalized rows `[n, E]` through the experts that a layer's router chooses for each.
+
+        The results of a row have the same bits with any number of other rows.
+
+        Raises:
+            ValueError: the layer has no experts or a shared one, or the rows have another width.
+        """
+        hidden = self._weights.embedding.inputs
+        here = self._weights.layers[layer]
+        if here.routing is None or here.shared is not None:
+            raise ValueError(f"layer {layer} has no experts, or a shared one")
+        if x.ndim != 2 or x.shape[1] != hidden:
+            raise ValueError(f"rows are {x.shape}; needed are {hidden} numbers in each")
+        rows = np.ascontiguousarray(x, np.float32)
+        y = np.empty_like(rows)
+        model = ctypes.pointer(self._model)
+        call = _ExpertsCall(model, address(rows), address(y), None, layer, len(rows), threads)
+        workspace = self._workspace(self._library.edgellm_experts_workspace(ctypes.byref(call)))
+        call.workspace = address(workspace)
+        self._library.edgellm_experts(ctypes.byref(call))
+        self._workspaces.append(workspace)
+        return y
 
     def _workspace(self, size: int) -> NDArray[np.uint8]:
         """Return a workspace of at least `size` bytes that no other call uses."""

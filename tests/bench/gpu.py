@@ -1,14 +1,15 @@
 """Triton kernels on a GPU: bandwidth, each kernel's share of it, tokens/s of whole models.
 
-    python tests/bench/gpu.py [--models SmolLM2-135M,Llama-3-8B] [--kind int4_k]
+    python tests/bench/gpu.py [--models SmolLM2-135M,Qwen3-30B-A3B] [--kind int4_k]
         [--depths 128,4096,32768] [--peer]
 
 Weights are random in the shapes of real models; speed does not depend on their values. Copy
 bandwidth is measured first, and everything is told as a share of it. `--peer` decodes the same
 shapes with Hugging Face transformers, in bfloat16 with a static cache and torch.compile.
 
-Without a GPU, `TRITON_INTERPRET=1 python tests/bench/gpu.py --models tiny --depths 8` shows that
-it runs; its times mean nothing then.
+Without a GPU, this shows that it runs; its times mean nothing then:
+
+    TRITON_INTERPRET=1 python tests/bench/gpu.py --models tiny,tiny-experts --depths 8
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -31,10 +32,12 @@ from edgellm.engine.one_sequence import compute_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope
 from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.experts import Routing
+from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
 from edgellm.kernels.gpu.device import device_name, interpreted, require
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, allocate
-from edgellm.kernels.linear.gpu import DevicePackedWeights, Rows, linear
+from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Next, Rows, linear
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.step import StepSpan
@@ -59,6 +62,11 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    routing: Routing | None = None
+
+    @property
+    def experts(self) -> int:
+        return 1 if self.routing is None else self.routing.experts
 
     @property
     def kv_size(self) -> int:
@@ -71,6 +79,8 @@ SHAPES = {
     "Llama-3.2-1B": Shape(16, 2048, 8192, 32, 8, 64, 128256),
     "Llama-3-8B": Shape(32, 4096, 14336, 32, 8, 128, 128256),
     "Qwen2.5-7B": Shape(28, 3584, 18944, 28, 4, 128, 152064),
+    "tiny-experts": Shape(1, 256, 64, 8, 1, 32, 64, Routing(experts=8, used=2)),
+    "Qwen3-30B-A3B": Shape(48, 2048, 768, 32, 4, 128, 151936, Routing(experts=128, used=8)),
 }
 
 
@@ -111,6 +121,7 @@ def random_weights(shape: Shape, kind: Kind) -> Weights:
     """Every layer has the same weights here, and its own copy on the device."""
     rng = np.random.default_rng(0)
     width, norm = shape.heads * shape.head_dim, np.ones(shape.hidden, np.float32)
+    router = rng.standard_normal((shape.experts, shape.hidden), np.float32)
     layer = LayerWeights(
         attention_norm=norm,
         mlp_norm=norm,
@@ -118,10 +129,12 @@ def random_weights(shape: Shape, kind: Kind) -> Weights:
         k=random_panels(rng, shape.kv_size, shape.hidden, kind),
         v=random_panels(rng, shape.kv_size, shape.hidden, kind),
         o=random_panels(rng, shape.hidden, width, kind),
-        gate=random_panels(rng, shape.intermediate, shape.hidden, kind),
-        up=random_panels(rng, shape.intermediate, shape.hidden, kind),
-        down=random_panels(rng, shape.hidden, shape.intermediate, kind),
+        gate=random_panels(rng, shape.experts * shape.intermediate, shape.hidden, kind),
+        up=random_panels(rng, shape.experts * shape.intermediate, shape.hidden, kind),
+        down=random_panels(rng, shape.experts * shape.hidden, shape.intermediate, kind),
         heads=shape.heads,
+        router=router if shape.routing else None,
+        routing=shape.routing,
     )
     table = random_panels(rng, shape.vocabulary, shape.hidden, KINDS["int8_symmetric"])
     return Weights(
@@ -160,7 +173,8 @@ def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None
     """The vector products of one layer and the head."""
     weights = random_weights(shape, kind)
     layer = weights.layers[0]
-    parts = {name: [getattr(layer, name)] for name in ("o", "gate", "down")}
+    alone = ("o",) if shape.routing else ("o", "gate", "down")
+    parts = {name: [getattr(layer, name)] for name in alone}
     qkv = list(layer.qkv)
     for name, stacked in {"qkv": qkv, **parts, "head": [weights.head]}.items():
         weight = DevicePackedWeights.stacked(stacked, device)
@@ -170,6 +184,40 @@ def show_linear(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None
             rows = Rows.empty(count, weight.inputs, device)
             run = _bound(linear, x, weight, y, rows)
             show_kernel(f"linear {name} x{count}", seconds(run), weight.data.nbytes, bandwidth)
+
+
+def show_experts(shape: Shape, kind: Kind, device: str, bandwidth: float) -> None:
+    """The experts of one layer, from the router to the sum; each by itself and all together."""
+    layer = random_weights(shape, kind).layers[0]
+    routing, gate, router = layer.routing, layer.gate, layer.router
+    if routing is None or gate is None or router is None:
+        return
+    sizes = ExpertSizes(routing, shape.hidden, shape.intermediate)
+    on_gpu = DeviceRouter(torch.from_numpy(router).to(device), sizes)
+    packed = (gate, layer.up, layer.down)
+    first, second, down = (DevicePackedWeights.of(panels, device) for panels in packed)
+    for count in (1, 8, 32, 512):
+        room = ExpertBuffers.empty([sizes], rows=count, device=device)
+        rows = Rows.empty(count, shape.hidden, device)
+        x = torch.randn((count, shape.hidden), device=device)
+        inner, out = room.slots(sizes, count)
+        choose = _bound(route, x, on_gpu, room, norm=None, epsilon=0.0)
+        tiles = route(x, on_gpu, room, norm=None, epsilon=0.0)
+        slots = replace(tiles, source=None)
+        few = count <= FEW_ROWS
+        then, coded = Next(room.inner) if few else None, room.inner if few else None
+        options = {"activation": "silu", "up": second, "then": then, "tiles": tiles}
+        steps = {
+            "router": (choose, router.nbytes),
+            "gate and up": (_bound(linear, x, first, inner, rows, **options), 2),
+            "down": (_bound(linear, inner, down, out, room.rows, coded=coded, tiles=slots), 1),
+            "sum": (_bound(add_up, room, sizes, x, add=True, then=None), out.nbytes),
+        }
+        held = len({int(entry[0]) for entry in tiles.table.cpu() if entry[2]})
+        for name, (run, size) in steps.items():
+            if size <= 2:
+                size *= held * down.data.nbytes // routing.experts
+            show_kernel(f"{name} x{count}, {held} experts", seconds(run), size, bandwidth)
 
 
 def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> None:
@@ -212,7 +260,7 @@ def show_model(
         table = list(range(len(blocks.k)))
         for depth in depths:
             taken = waited(_bound(step.best, [_span(table, 1, depth)]))
-            size = weights.nbytes + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
+            size = _read(weights) + blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
             print(
                 f"  decode {format} @{depth:<6} {1 / taken:8.0f} tokens/s  "
                 f"{size / taken / bandwidth:4.0%} of the bandwidth"
@@ -292,6 +340,18 @@ def show_provider() -> None:
         )
 
 
+def _read(weights: Weights) -> int:
+    """Bytes of the weights that a token reads."""
+    unread = 0
+    for layer in weights.layers:
+        if layer.routing is not None and layer.gate is not None:
+            stacked = sum(part.data.nbytes for part in (layer.gate, layer.up, layer.down))
+            unread += (
+                stacked * (layer.routing.experts - layer.routing.used) // layer.routing.experts
+            )
+    return weights.nbytes - unread
+
+
 def _prompt(step: DeviceStep, table: SequenceOf[int], count: int) -> None:
     for start in range(0, count, MAX_ROWS):
         size = min(MAX_ROWS, count - start)
@@ -308,7 +368,7 @@ def _bound(call: Callable[..., object], *args: object, **options: object) -> Cal
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--models", default=",".join(name for name in SHAPES if "tiny" not in name))
     parser.add_argument("--depths", default="128,4096,32768")
     parser.add_argument("--kind", choices=KINDS, default="int4_symmetric", help="of the layers")
     parser.add_argument("--peer", action="store_true")
@@ -324,10 +384,11 @@ def main() -> None:
     for name in arguments.models.split(","):
         print(name)
         show_linear(SHAPES[name], kind, device, bandwidth)
+        show_experts(SHAPES[name], kind, device, bandwidth)
         for depth in depths:
             show_attention(SHAPES[name], depth, device, bandwidth)
         show_model(SHAPES[name], kind, depths, device, bandwidth)
-        if arguments.peer:
+        if arguments.peer and SHAPES[name].routing is None:
             show_peer(SHAPES[name], depths[0], bandwidth)
     show_provider()
 

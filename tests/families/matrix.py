@@ -39,6 +39,11 @@ BACKENDS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "C++": (("packed",), {"decode": "native"}),
     "Triton": (("packed",), {"decode": "triton"}),
 }
+# Of models with experts, which the C++ kernels compute between graphs and decode.
+BESIDE_EXPERTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+    "f32": (("f32", "packed"), {"precision": "f32", "prefill": "cpu", "kv_format": "f32"}),
+    "w8a8": (("w8a8", "packed"), {"precision": "w8a8", "prefill": "cpu"}),
+}
 # What is far from the rounding of 8 bits, and what a part that is left out would exceed.
 ALLOWED = {"f32": 1e-4, "w8a8": 0.2, "int4": 0.2, "C++": 0.2, "Triton": 0.2}
 # The error of the median token of models with experts or delta nets; without normalized shares, or
@@ -79,12 +84,18 @@ def errors_of(model: Any, folder: Path, backends: Iterable[str]) -> dict[str, fl
     """
     largest: dict[str, float | str] = {}
     for backend in filter(usable, backends):
-        precisions, options = BACKENDS[backend]
+        table = BESIDE_EXPERTS if has_experts(model) and backend in BESIDE_EXPERTS else BACKENDS
+        precisions, options = table[backend]
         try:
             largest[backend] = _error(model, folder, backend, precisions, options)
         except UnsupportedModelError as error:
             largest[backend] = str(error)
     return largest
+
+
+def has_experts(model: Any) -> bool:
+    """Whether transformers' model has experts."""
+    return any("experts" in name for name, _ in model.named_parameters())
 
 
 def _error(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -41,6 +42,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True
 class Judged:
     llm: LLM
     judge: Any
+    source: str
 
 
 @pytest.fixture(
@@ -64,7 +66,7 @@ def judged(
     bundle = export(path, folder / "bundle", name="tiny", source=str(path))
     assert imported(bundle.manifest, "packed").requantized_tensors == 0
     with load(str(bundle.path), kv_format="f32") as llm:
-        yield Judged(llm, model)
+        yield Judged(llm, model, str(path))
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 33, 290])
@@ -148,3 +150,23 @@ def test_the_self_test_passes(judged: Judged) -> None:
 def test_a_cache_of_eight_bits(judged: Judged) -> None:
     with load(str(judged.llm.engine.bundle.path)) as llm:
         check(judged, llm, TOKENS[:60], 30)
+
+
+@pytest.mark.parametrize("precision", ["f32", "w8a8", "f16"])
+def test_chunks_of_graphs_leave_them_to_the_host(judged: Judged, precision: str) -> None:
+    """Between two graphs; prompts of less than a chunk, of one, and of some and a part."""
+    if precision == "w8a8" and not usable("w8a8"):
+        pytest.skip("ONNX Runtime's int8 products saturate on this processor")
+    path = judged.llm.engine.bundle.path
+    export(
+        Path(judged.source),
+        path,
+        name="tiny",
+        source=judged.source,
+        precisions=(precision,),
+        chunk_sizes=(8,),
+    )
+    with load(str(path), kv_format="f32", prefill="cpu", precision=precision) as llm:
+        assert llm.engine.decoder.name == "native"
+        for length in (3, 8, 21):
+            check(judged, llm, TOKENS[: length + 10], length)

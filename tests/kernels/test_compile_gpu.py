@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 KERNELS = Path(edgellm.kernels.gpu.device.__file__).parent.parent
 # Models that together have every part of a layer that a kernel is compiled for.
 MODELS = "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases"
+WITH_EXPERTS = "Qwen3-30B-A3B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
 
@@ -41,7 +42,11 @@ def report(folder: Path, *arguments: str) -> list[list[str]]:
 def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     targets = ("sm_80", "sm_90")
     lines = report(
-        tmp_path, "--models=SmolLM2-135M", "--formats=int8,int4", "--kinds=int4_affine", *targets
+        tmp_path,
+        f"--models=SmolLM2-135M,{WITH_EXPERTS}",
+        "--formats=int8,int4",
+        "--kinds=int4_affine",
+        *targets,
     )
     written = "".join(path.read_text() for path in KERNELS.glob("*/gpu*.py"))
     kernels = set(re.findall(r"def (\w+_kernel)\(", written))

@@ -17,11 +17,12 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 from edgellm import load
 from edgellm.backends import selection
 from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.parts import require_on_gpu, why_not_on_gpu
 from edgellm.backends.selection import precisions_of, select
+from edgellm.engine import auto_decode
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.errors import BundleError, EdgeLLMError, OptionError, UnsupportedModelError
 from edgellm.export import export
-from edgellm.export.precisions import PRECISIONS
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.experts import Routing
@@ -112,8 +113,10 @@ def with_layers(config: ModelConfig, experts: Routing | None) -> ModelConfig:
     return replace(config, layers=tuple(replace(x, experts=experts) for x in config.layers))
 
 
-@pytest.mark.parametrize("precision", sorted({*PRECISIONS} - {"packed"}))
-def test_no_graph_computes_experts(exported: Exported, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["int4", "w8a16-qdq", "w8a8-qdq"])
+def test_some_precisions_have_no_experts_beside_them(
+    exported: Exported, tmp_path: Path, precision: str
+) -> None:
     assert why_not(precision, CONFIG) is not None
     words = rf"precision {precision} cannot compute qwen3_moe: it has experts.*native.*packed"
     with pytest.raises(UnsupportedModelError, match=words):
@@ -149,15 +152,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"decode": "triton"},
         {"decode": "portable"},
         {"decode": "reference"},
-        {"prefill": "triton"},
-        {"prefill": "cpu"},
-        {"prefill": "openvino"},
+        {"decode": "triton", "prefill": "cpu"},
+        {"decode": "chunked", "prefill": "cpu"},
         {"prefill": "cuda", "decode": "chunked"},
-        {"precision": "w8a8"},
-        {"prefill": "cpu", "precision": "f32", "decode": "native"},
+        {"prefill": "cuda"},
+        {"precision": "w8a8", "decode": "triton"},
+        {"prefill": "cpu", "precision": "f32", "decode": "reference"},
     ],
     ids=str,
 )
@@ -183,16 +185,79 @@ def test_a_back_end_that_is_not_installed_is_refused_for_the_experts(
 
 
 @pytest.mark.usefixtures("compiled")
-def test_auto_is_native(monkeypatch: pytest.MonkeyPatch, exported: Exported) -> None:
-    """Whatever decodes other models here."""
-    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
-    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+@pytest.mark.parametrize(
+    ("usual", "reason"),
+    [("native", "no accelerator was measured here with this model"), ("triton", "as decode")],
+)
+def test_auto_is_what_decodes_other_models(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported, usual: str, reason: str
+) -> None:
+    monkeypatch.setattr(selection, "_usual_decode", lambda: usual)
+    monkeypatch.setattr(f"edgellm.backends.{usual}.require", lambda _: None)
     chosen = select(EngineOptions(), CONFIG)
-    assert (chosen.prefill, chosen.decode) == ("native", "native")
+    assert (chosen.prefill, chosen.decode) == (usual, usual)
     assert chosen.precisions(CONFIG) == {"packed"}
     assert precisions_of(EngineOptions())(CONFIG) == {"packed"}
     choice = auto_choice(exported.bundle, EngineOptions())
-    assert (choice.prefill, choice.reason) == ("native", "no accelerator computes experts")
+    assert (choice.prefill, choice.reason) == (usual, reason)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("precision", ["f32", "f16", "w4a16", "w8a8"])
+def test_graphs_leave_them_to_the_host(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported, precision: str
+) -> None:
+    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    for options in ({"prefill": "cpu"}, {"prefill": "cpu", "decode": "native"}, {}):
+        chosen = select(EngineOptions(precision=precision, **options), exported.bundle.config)
+        assert (chosen.prefill, chosen.decode) == ("cpu", "native")
+        assert chosen.precisions(exported.bundle.config) == {"packed", precision}
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_gpu_may_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("native", "triton"):
+        monkeypatch.setattr(f"edgellm.backends.{name}.require", lambda _: None)
+    for prefill, decode in (("native", "triton"), ("triton", "native")):
+        chosen = select(EngineOptions(prefill=prefill, decode=decode), CONFIG)
+        assert (chosen.prefill, chosen.decode) == (prefill, decode)
+        assert chosen.precisions(CONFIG) == {"packed"}
+
+
+def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "library", lambda: None)
+    monkeypatch.setattr("edgellm.backends.triton.require", lambda _: None)
+    chosen = select(EngineOptions(decode="triton"), CONFIG)
+    assert (chosen.prefill, chosen.decode) == ("triton", "triton")
+    with pytest.raises(UnsupportedModelError, match="not built"):
+        select(EngineOptions(decode="triton", prefill="native"), CONFIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRouting(Routing):
+    """With a rule that the kernels on a GPU do not know."""
+
+    scores: str = "softmax"
+
+
+def test_a_router_that_a_gpu_does_not_know_stays_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, exported: Exported
+) -> None:
+    assert why_not_on_gpu(CONFIG) is None
+    other = OtherRouting(**vars(ROUTING), scores="sigmoid")
+    config = with_layers(exported.bundle.config, other)
+    words = "its routers have scores, which Triton kernels do not compute"
+    assert why_not_on_gpu(config) == words
+    with pytest.raises(UnsupportedModelError, match=rf"triton cannot compute qwen3_moe: {words}"):
+        require_on_gpu(config, "triton")
+    bundle = replace(exported.bundle, manifest=replace(exported.bundle.manifest, config=config))
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    monkeypatch.setattr("edgellm.backends.triton.require", lambda _: None)
+    monkeypatch.setattr(auto_decode, "prepare", lambda *_, **__: bundle)
+    _, options, note = auto_decode.prepare_for("tiny", EngineOptions())
+    assert options.decode == auto_decode.usual_host()
+    assert note == f"decode {options.decode}, not triton: {words}"
 
 
 def test_without_a_compiler_it_says_so(

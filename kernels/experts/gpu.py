@@ -1,0 +1,408 @@
+"""The router of a layer with experts in Triton, and the sum of what its experts give.
+
+A slot is a row in an expert. Slots of an expert lie side by side, in the order of the rows, and
+`linear` takes them in tiles. The device alone knows which experts have slots: there are as many
+tiles as could be needed, and those that are not have no slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from edgellm.kernels.experts.routing import Routing
+from edgellm.kernels.gpu.device import aligned, interpreted
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
+from edgellm.kernels.linear.gpu import FEW_ROWS, MANY_TILE, Next, Rows, Tiles
+from edgellm.kernels.linear.gpu_rows import TILE, CodedRows, store_inputs
+
+# Rows whose experts a program chooses, where there are many.
+_ROWS = 16
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of the experts of a layer: inputs, and outputs of up, of each."""
+
+    routing: Routing
+    hidden: int
+    width: int
+
+    def tiles(self, rows: int) -> int:
+        """Return the largest number of tiles that the slots of so many rows can need."""
+        slots, tile = rows * self.routing.used, TILE if rows <= FEW_ROWS else MANY_TILE
+        return (slots + (tile - 1) * min(self.routing.experts, slots)) // tile
+
+
+@dataclass(frozen=True)
+class DeviceRouter:
+    """Router of a layer, `weight` `[experts, E]` in device memory."""
+
+    weight: torch.Tensor
+    sizes: ExpertSizes
+
+
+@dataclass(frozen=True)
+class ExpertBuffers:
+    """Buffers for the slots of a step, which layers with experts use one after the other.
+
+    Attributes:
+        scores: the router's logits `[rows, experts]`.
+        chosen: shares of the experts that each row has, -1 for others, `[rows, experts]`.
+        counts: number of slots that some rows have in each expert, `[runs of rows, experts]`.
+        share, slot: share and slot of each of a row's experts, in ascending order, `[rows, used]`.
+        source: row of each slot.
+        table: see `Tiles`.
+        activated: inputs of down of each slot; for few rows they are in `inner`, as codes.
+        out: outputs of down of each slot.
+        rows: buffers for `activated` as halves.
+    """
+
+    scores: torch.Tensor
+    chosen: torch.Tensor
+    counts: torch.Tensor
+    share: torch.Tensor
+    slot: torch.Tensor
+    source: torch.Tensor
+    table: torch.Tensor
+    activated: torch.Tensor
+    out: torch.Tensor
+    rows: Rows
+    inner: CodedRows
+
+    @classmethod
+    def empty(cls, layers: Sequence[ExpertSizes], *, rows: int, device: str) -> ExpertBuffers:
+        """Allocate buffers for up to `rows` rows in any of the layers."""
+        few = min(rows, FEW_ROWS)
+        experts = max(layer.routing.experts for layer in layers)
+        used = max(layer.routing.used for layer in layers)
+        tiles = max(layer.tiles(count) for layer in layers for count in (few, rows))
+        coded = TILE * max(layer.tiles(few) for layer in layers)
+        width = max(layer.width for layer in layers)
+
+        def floats(size: int) -> torch.Tensor:
+            return torch.empty(size, device=device)
+
+        def whole(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        slots = max(coded, rows * used)
+        return cls(
+            scores=floats(rows * experts),
+            chosen=floats(rows * experts),
+            counts=whole(triton.cdiv(rows, _ROWS) * experts),
+            share=floats(rows * used),
+            slot=whole(rows * used),
+            source=whole(slots),
+            table=whole(tiles * 3),
+            activated=floats(rows * used * width),
+            out=floats(slots * max(layer.hidden for layer in layers)),
+            rows=Rows.empty(rows * used, width, device),
+            inner=CodedRows.empty(coded, width, device),
+        )
+
+    def slots(self, sizes: ExpertSizes, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `activated` and `out` for so many rows, a row for each slot."""
+        slots = rows * sizes.routing.used
+        padded = TILE * sizes.tiles(rows) if rows <= FEW_ROWS else slots
+        activated = self.activated[: slots * sizes.width].view(slots, sizes.width)
+        return activated, self.out[: padded * sizes.hidden].view(padded, sizes.hidden)
+
+
+# one compilation for all numbers of rows
+@triton.jit(do_not_specialize=["rows"])
+def score_kernel(
+    x_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    router_ptr: tl.tensor,
+    score_ptr: tl.tensor,
+    rows: tl.tensor,
+    width: tl.tensor,
+    experts: tl.tensor,
+    epsilon: tl.tensor,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Compute the router's logits of ROWS rows for EXPERTS experts; the grid counts rows first."""
+    allow_next(EARLY)
+    wait_for_last(EARLY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)[None, :, None]
+    score = tl.zeros([ROWS, EXPERTS, BLOCK], tl.float32)
+    squares = tl.zeros([ROWS, 1, BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        k = first + tl.arange(0, BLOCK)[None, None, :]
+        x = tl.load(x_ptr + row * width + k, mask=(row < rows) & (k < width), other=0.0)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + k, mask=k < width, other=0.0)
+        there = (expert < experts) & (k < width)
+        score += x * tl.load(router_ptr + expert * width + k, mask=there, other=0.0)
+    total = tl.sum(score, axis=2)
+    if NORM:
+        total *= 1.0 / tl.sqrt(tl.sum(squares, axis=2) / width + epsilon)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
+    known = (row < rows) & (expert < experts)
+    tl.store(score_ptr + row * experts + expert, total, mask=known)
+
+
+@triton.jit
+def best_shares(
+    score: tl.tensor,
+    there: tl.tensor,
+    scale: tl.tensor,
+    USED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+) -> tl.tensor:
+    """Return the shares of the USED best experts by logits `[R, X]`, and -1 for the others.
+
+    Of equal ones the first are taken. NaN chooses experts as well, and shows in their shares.
+    """
+    weight = tl.exp(score - tl.max(score, axis=1)[:, None])
+    # floats from 0 on are in the order of their bits
+    order = tl.where(weight == weight, weight, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
+    order = order << 16 | 65535 - tl.arange(0, score.shape[1])[None, :]
+    order = tl.where(there, order, -1)
+    for _ in range(USED):
+        order = tl.where(order == tl.max(order, axis=1)[:, None], -1, order)
+    chosen = there & (order < 0)
+    whole = tl.sum(tl.where(chosen if NORMALIZED else there, weight, 0.0), axis=1)
+    return tl.where(chosen, weight * (scale / whole)[:, None], -1.0)
+
+
+# one compilation for all numbers of rows
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def route_kernel(
+    score_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    share_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    source_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    rows: tl.tensor,
+    experts: tl.tensor,
+    tiles: tl.tensor,
+    scale: tl.tensor,
+    USED: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    CHOOSE: tl.constexpr,
+    PLACE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RUNS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Choose the experts of ROWS rows, or give each of them a slot, or both; the grid counts rows.
+
+    Args:
+        CHOOSE, PLACE: what is done. A single program does both; of several, none can give a slot
+            before all have chosen.
+        PADDED: whether the slots of an expert begin with a tile.
+        TILE: number of slots of a tile.
+        RUNS: power of two from the number of programs on.
+    """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    expert = tl.arange(0, EXPERTS)
+    each = row * experts + expert[None, :]
+    there = (row < rows) & (expert < experts)[None, :]
+    if CHOOSE:
+        score = tl.load(score_ptr + each, mask=there, other=float("-inf"))
+        share = best_shares(score, there, scale, USED, NORMALIZED)
+    else:
+        share = tl.load(chosen_ptr + each, mask=there, other=-1.0)
+    chosen = there & (share != -1.0)  # NaN is a share as well
+    one = chosen.to(tl.int32)
+    total = tl.sum(one, axis=0)
+    before = total * 0
+    if not PLACE:
+        tl.store(chosen_ptr + each, share, mask=there)
+        tl.store(count_ptr + tl.program_id(0) * experts + expert, total, mask=expert < experts)
+    else:
+        if not CHOOSE:
+            run = tl.arange(0, RUNS)[:, None]
+            known = (run < tl.cdiv(rows, ROWS)) & (expert < experts)[None, :]
+            counts = tl.load(count_ptr + run * experts + expert[None, :], mask=known, other=0)
+            total = tl.sum(counts, axis=0)
+            before = tl.sum(tl.where(run < tl.program_id(0), counts, 0), axis=0)
+        held = tl.cdiv(total, TILE)
+        begin = tl.cumsum(held, axis=0) - held
+        first = begin * TILE if PADDED else tl.cumsum(total, axis=0) - total
+        slot = (first + before)[None, :] + tl.cumsum(one, axis=0) - one
+        place = row * USED + tl.cumsum(one, axis=1) - one
+        tl.store(slot_ptr + place, slot, mask=chosen)
+        tl.store(share_ptr + place, share, mask=chosen)
+        tl.store(source_ptr + slot, row + 0 * slot, mask=chosen)
+        if tl.program_id(0) == 0:
+            for tile in range(tl.max(held, axis=0)):
+                entry_ptr = table_ptr + (begin + tile) * 3
+                left = total - tile * TILE
+                tl.store(entry_ptr, expert, mask=left > 0)
+                tl.store(entry_ptr + 1, first + tile * TILE, mask=left > 0)
+                tl.store(entry_ptr + 2, tl.minimum(left, TILE), mask=left > 0)
+            needed = tl.sum(held, axis=0)
+            for start in range(needed, tiles, EXPERTS):
+                tl.store(table_ptr + (start + expert) * 3 + 2, 0, mask=start + expert < tiles)
+
+
+@triton.jit
+def sum_kernel(
+    out_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    share_ptr: tl.tensor,
+    y_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    rest_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    width: tl.tensor,
+    USED: tl.constexpr,
+    ADD: tl.constexpr,
+    CODED: tl.constexpr,
+    NORM: tl.constexpr,
+    FINE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Write, or add to y, GROUPS groups of what a row's slots give; the grid counts rows first.
+
+    Args:
+        CODED: whether y is written as codes for the next product as well; NORM, FINE: see
+            `store_inputs`.
+    """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
+    row, groups = tl.program_id(0), width // 32
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    there = group < groups
+    k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    place = row * width + k
+    y = tl.zeros([GROUPS, 32], tl.float32)
+    if ADD:
+        y += tl.load(y_ptr + place, mask=there[:, None], other=0.0)
+    for used in range(USED):
+        slot = tl.load(slot_ptr + row * USED + used).to(tl.int64)
+        out = tl.load(out_ptr + slot * width + k, mask=there[:, None], other=0.0)
+        y += tl.load(share_ptr + row * USED + used) * out
+    tl.store(y_ptr + place, y, mask=there[:, None])
+    if CODED:
+        ptrs = codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr
+        store_inputs(y, row, group, there, groups, norm_ptr, ptrs, NORM, FINE)
+
+
+def route(
+    x: torch.Tensor,
+    router: DeviceRouter,
+    buffers: ExpertBuffers,
+    *,
+    norm: torch.Tensor | None,
+    epsilon: float,
+) -> Tiles:
+    """Choose the experts of rows `x` `[M, E]`, and give each row a slot in those that it has.
+
+    Args:
+        norm: weights `[E]` of an RMS norm of each row before the router.
+    """
+    routing, (rows, width) = router.sizes.routing, x.shape
+    few = rows <= FEW_ROWS
+    # a row alone wants all processors, some rows share what they load
+    shape = (1, 1, min(1024, aligned(width))) if few and not interpreted() else (16, 8, 64)
+    score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(routing.experts, shape[1]))](
+        x,
+        x if norm is None else norm,
+        router.weight,
+        buffers.scores,
+        rows,
+        width,
+        routing.experts,
+        epsilon,
+        NORM=norm is not None,
+        ROWS=shape[0],
+        EXPERTS=shape[1],
+        BLOCK=shape[2],
+        num_warps=4 if few else 8,
+        **early(),
+    )
+    run, experts = TILE * aligned(-(-rows // TILE)) if few else _ROWS, aligned(routing.experts)
+    table = buffers.table.view(-1, 3)[: router.sizes.tiles(rows)]
+    for choose, place in ((True, True),) if few else ((True, False), (False, True)):
+        route_kernel[(triton.cdiv(rows, run),)](
+            buffers.scores,
+            buffers.chosen,
+            buffers.counts,
+            buffers.share,
+            buffers.slot,
+            buffers.source,
+            table,
+            rows,
+            routing.experts,
+            len(table),
+            routing.scale,
+            USED=routing.used,
+            NORMALIZED=routing.normalized,
+            CHOOSE=choose,
+            PLACE=place,
+            PADDED=few,
+            TILE=TILE if few else MANY_TILE,
+            ROWS=run,
+            EXPERTS=experts,
+            RUNS=aligned(len(buffers.counts) // routing.experts),
+            num_warps=4 if run * experts <= 1024 else 8,
+            **early(),
+        )
+    return Tiles(
+        table=table,
+        source=buffers.source,
+        rows=rows,
+        experts=routing.experts,
+        used=routing.used,
+    )
+
+
+def add_up(
+    buffers: ExpertBuffers, sizes: ExpertSizes, y: torch.Tensor, *, add: bool, then: Next | None
+) -> None:
+    """Write the sums of what the experts of rows give into `y` `[M, E]`, or add them to it.
+
+    Args:
+        then: what takes `y` next, as codes.
+    """
+    rows, width = y.shape
+    coded = buffers.inner if then is None else then.rows
+    norm = None if then is None else then.norm
+    each = 32
+    sum_kernel[(rows, triton.cdiv(width // 32, each))](
+        buffers.out,
+        buffers.slot,
+        buffers.share,
+        y,
+        y if norm is None else norm,
+        coded.codes,
+        coded.rest,
+        coded.scale,
+        coded.shift,
+        coded.squares,
+        width,
+        USED=sizes.routing.used,
+        ADD=add,
+        CODED=then is not None,
+        NORM=norm is not None,
+        FINE=then is not None and then.fine,
+        GROUPS=each,
+        num_warps=4,
+        **early(),
+    )

@@ -1,0 +1,298 @@
+"""The router, tiles and products of experts in Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+# the interpreter computes in numpy, which warns of the NaN in memory that was never written
+pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+import random_model  # noqa: E402
+from gpu_steps import device_step, span, tables  # noqa: E402
+from random_weights import random_weight  # noqa: E402
+
+from edgellm.kernels.experts import Routing, gpu, reference  # noqa: E402
+from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
+from edgellm.kernels.linear.gpu import (  # noqa: E402
+    FEW_ROWS,
+    DevicePackedWeights,
+    Next,
+    Rows,
+    Tiles,
+    linear,
+)
+from edgellm.kernels.linear.reference import linear as rounded  # noqa: E402
+from edgellm.kernels.quantized import dequantize  # noqa: E402
+from edgellm.kernels.step import LayerWeights, Weights  # noqa: E402
+from edgellm.kernels.step.reference import activate  # noqa: E402
+
+HIDDEN, WIDTH = 64, 32
+EPSILON = 1e-5
+ROUTINGS = [
+    Routing(experts=3, used=1),
+    Routing(experts=8, used=2, normalized=False),
+    Routing(experts=20, used=5, scale=2.5),
+    Routing(experts=5, used=5),
+]
+# Some in one tile, in several, and where a program has not all rows.
+COUNTS = [1, 3, 9, 31, 33, 70]
+# Experts that rows are sent to by their first number; the others have few rows, or none.
+SKEW = 4.0
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh tensors hold NaN, or numbers far beyond all rows, slots and experts."""
+    empty = torch.empty
+
+    def poison(*shape: int, **options: object) -> torch.Tensor:
+        tensor = empty(*shape, **options)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch, "empty", poison)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Random experts, dequantized ones beside them."""
+
+    sizes: gpu.ExpertSizes
+    router: np.ndarray
+    packed: tuple[PackedWeights, ...]
+    floats: tuple[np.ndarray, ...]
+    device: str
+
+    @classmethod
+    def random(
+        cls,
+        routing: Routing,
+        device: str,
+        *,
+        kind: str = "int4_affine",
+        hidden: int = HIDDEN,
+        width: int = WIDTH,
+    ) -> Experts:
+        rng, count = np.random.default_rng(routing.experts), routing.experts
+        router = (rng.standard_normal((count, hidden)) / np.sqrt(hidden)).astype("f4")
+        router[: count // 2, 0] -= SKEW
+        shapes = ((count * width, hidden), (count * width, hidden), (count * hidden, width))
+        sizes = gpu.ExpertSizes(routing, hidden, width)
+        weights = [random_weight(kind, *shape, rng) for shape in shapes]
+        floats = tuple(dequantize(weight) for weight in weights)
+        return cls(sizes, router, tuple(map(pack_weight, weights)), floats, device)
+
+    @property
+    def routing(self) -> Routing:
+        return self.sizes.routing
+
+    def route(
+        self, x: np.ndarray, norm: np.ndarray | None = None
+    ) -> tuple[Tiles, gpu.ExpertBuffers]:
+        router = gpu.DeviceRouter(torch.tensor(self.router, device=self.device), self.sizes)
+        buffers = gpu.ExpertBuffers.empty([self.sizes], rows=len(x), device=self.device)
+        weights = None if norm is None else torch.tensor(norm, device=self.device)
+        rows = torch.tensor(x, device=self.device)
+        return gpu.route(rows, router, buffers, norm=weights, epsilon=EPSILON), buffers
+
+    def run(self, x: np.ndarray, *, add: bool = True) -> np.ndarray:
+        """What the experts give, on rows of ones if it is added."""
+        tiles, buffers = self.route(x)
+        gate, up, down = (DevicePackedWeights.of(packed, self.device) for packed in self.packed)
+        rows = Rows.empty(*x.shape, self.device)
+        inner, out = buffers.slots(self.sizes, len(x))
+        few = len(x) <= FEW_ROWS
+        linear(
+            torch.tensor(x, device=self.device),
+            gate,
+            inner,
+            rows,
+            activation="silu",
+            up=up,
+            then=Next(buffers.inner) if few else None,
+            tiles=tiles,
+        )
+        slots = replace(tiles, source=None)
+        coded = buffers.inner if few else None
+        linear(inner, down, out, buffers.rows, coded=coded, tiles=slots)
+        y = torch.ones(x.shape, device=self.device)
+        gpu.add_up(buffers, self.sizes, y, add=add, then=None)
+        return y.cpu().numpy()
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        """The same by the references."""
+        shares = reference.shares(x.astype("f8") @ self.router.T.astype("f8"), self.routing)
+        total = np.ones(x.shape)
+        for expert in range(self.routing.experts):
+            rows = np.flatnonzero(shares[:, expert] != 0)
+            if len(rows):
+                few = len(x) <= FEW_ROWS
+                total[rows] += shares[rows, expert, None] * self._mlp(expert, x[rows], few)
+        return total
+
+    def _mlp(self, expert: int, x: np.ndarray, few: bool) -> np.ndarray:
+        """As of an expert alone: few rows are rounded, more are not."""
+        product = rounded if few else lambda x, weight: x.astype("f8") @ weight.T
+        gate, up, down = (np.split(of, self.routing.experts)[expert] for of in self.floats)
+        inner = activate(product(x, gate), "silu") * product(x, up)
+        return product(inner.astype("f4"), down)
+
+
+def rows_of(count: int, width: int = HIDDEN) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((count, width)).astype("f4")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_every_row_has_a_slot_in_each_of_its_experts(
+    triton_device: str, routing: Routing, count: int
+) -> None:
+    x, norm = rows_of(count), 1 + 0.2 * rows_of(1)[0]
+    experts = Experts.random(routing, triton_device)
+    tiles, buffers = experts.route(x, norm)
+    normed = x / np.sqrt((x.astype("f8") ** 2).mean(-1, keepdims=True) + EPSILON) * norm
+    expected = reference.shares(normed @ experts.router.T.astype("f8"), routing)
+    share = buffers.share.cpu().numpy().reshape(count, routing.used)
+    slot = buffers.slot.cpu().numpy().reshape(count, routing.used)
+    source = buffers.source.cpu().numpy()
+    chosen = np.stack([np.flatnonzero(row) for row in expected])  # ascending
+    np.testing.assert_allclose(share, np.take_along_axis(expected, chosen, 1), rtol=2e-5)
+    taken: dict[int, list[int]] = {expert: [] for expert in range(routing.experts)}
+    for expert, first, held in tiles.table.cpu().numpy():
+        assert held <= (8 if count <= FEW_ROWS else 64)
+        if held:
+            assert count > FEW_ROWS or first % 8 == 0
+            taken[expert] += range(first, first + held)
+    for row in range(count):
+        for expert, place in zip(chosen[row], slot[row], strict=True):
+            assert source[place] == row
+            assert place in taken[expert]
+    assert sum(map(len, taken.values())) == count * routing.used
+    for expert, places in taken.items():
+        assert source[places].tolist() == np.flatnonzero(expected[:, expert]).tolist()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("count", [2, 40])
+def test_the_first_of_equal_experts_are_taken(triton_device: str, count: int) -> None:
+    experts = Experts.random(Routing(experts=20, used=3), triton_device)
+    tiles, buffers = experts.route(np.zeros((count, HIDDEN), "f4"))
+    assert sorted({int(e) for e, _, held in tiles.table.cpu() if held}) == [0, 1, 2]
+    share = buffers.share.cpu().numpy()[: count * 3]
+    np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 9, 33, 70])
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_each_expert_is_a_product_of_its_own(
+    triton_device: str, routing: Routing, count: int
+) -> None:
+    """Also where some have no rows, and others nearly all."""
+    x, experts = rows_of(count), Experts.random(routing, triton_device)
+    found, expected = experts.run(x), experts.expected(x)
+    size = np.abs(expected).max()
+    # a sum in another order may be rounded to another code
+    np.testing.assert_allclose(found / size, expected / size, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["int4_k", "iq4_xs", "int6_k"])
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_blocked_kinds(triton_device: str, kind: str, count: int) -> None:
+    """The weights of an expert begin where those of the one before end."""
+    routing = Routing(experts=3, used=2)
+    experts = Experts.random(routing, triton_device, kind=kind, hidden=256, width=256)
+    x = rows_of(count, 256)
+    found, expected = experts.run(x), experts.expected(x)
+    size = np.abs(expected).max()
+    np.testing.assert_allclose(found / size, expected / size, atol=5e-3)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS[1:3], ids=str)
+def test_a_row_does_not_depend_on_the_others(triton_device: str, routing: Routing) -> None:
+    """Not even if they are not numbers."""
+    experts, x = Experts.random(routing, triton_device), rows_of(8)
+    alone = np.concatenate([experts.run(row[None]) for row in x])
+    np.testing.assert_array_equal(experts.run(x), alone)
+    x[[0, 5]] = np.nan
+    x[6, 3] = np.inf
+    found = experts.run(x)
+    good = [1, 2, 3, 4, 7]
+    np.testing.assert_array_equal(found[good], alone[good])
+    assert np.isnan(found[[0, 5, 6]]).all()
+
+
+def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
+    experts, x = Experts.random(ROUTINGS[2], triton_device), rows_of(40)
+    before = experts.run(x)
+    x[7] = np.nan
+    found = experts.run(x)
+    others = np.arange(40) != 7
+    np.testing.assert_array_equal(found[others], before[others])
+    assert np.isnan(found[7]).all()
+
+
+@pytest.mark.parametrize("name", random_model.EXPERTS)
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_models_match_reference(triton_device: str, name: str) -> None:
+    """One token, some, and one again; rounding may choose another expert, so by the median row."""
+    model = random_model.Model(random_model.EXPERTS[name])
+    step = device_step(model, "f32", triton_device)
+    results = []
+    for start, end in ((0, 1), (1, 9), (9, 10)):
+        results.append(step.run([span(tables(model), model.tokens, start, end)]))
+    expected = model.reference(10, "f32")
+    for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
+        of_rows = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
+        assert np.median(of_rows) < 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherLayer(LayerWeights):
+    """Of a model with a part that no kernel here has."""
+
+    extra: np.ndarray | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRouting(Routing):
+    scores: str = "softmax"
+
+
+def with_extra(layer: LayerWeights) -> LayerWeights:
+    return OtherLayer(**vars(layer), extra=np.ones(1))
+
+
+def with_activation(layer: LayerWeights) -> LayerWeights:
+    return replace(layer, activation="relu")
+
+
+def with_sigmoid(layer: LayerWeights) -> LayerWeights:
+    assert layer.routing is not None
+    return replace(layer, routing=OtherRouting(**vars(layer.routing), scores="sigmoid"))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (with_extra, "no extra"),
+        (with_activation, "no activation relu"),
+        (with_sigmoid, "no experts with .*scores"),
+    ],
+)
+def test_parts_that_are_not_computed_are_refused(
+    triton_device: str, change: Callable[[LayerWeights], LayerWeights], words: str
+) -> None:
+    model = random_model.Model(random_model.EXPERTS["one of three"])
+    layers = [change(layer) for layer in model.weights.layers]
+    model.weights = replace(model.weights, layers=layers)
+    assert isinstance(model.weights, Weights)
+    with pytest.raises(ValueError, match=words):
+        device_step(model, "f32", triton_device)
