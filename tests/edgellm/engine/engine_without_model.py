@@ -14,6 +14,7 @@ from edgellm.backends.batch import Rows, Span, reserved
 from edgellm.backends.placement import Placement
 from edgellm.cache.groups import Group, StateGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
+from edgellm.engine.adapters import Adapters
 from edgellm.engine.call import Call
 from edgellm.engine.loop import Loop
 from edgellm.engine.request import Request
@@ -144,7 +145,9 @@ def start(
     decoder: Any = backend() if apart else prefill
     chosen = EngineOptions(**options)
     loop = StillLoop(thread, cache, chosen, prefill=prefill, decoder=decoder)
+    bundle: Any = None  # no adapter is loaded
     engine: Any = SimpleNamespace(
+        adapters=Adapters(bundle, prefill=prefill, decoder=decoder),
         cache=cache,
         thread=thread,
         config=config,
