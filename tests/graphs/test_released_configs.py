@@ -545,7 +545,7 @@ WITH_EXPERTS: Mapping[str, Mapping[str, Any]] = {
     ("name", "billions", "used"),
     [
         ("Qwen3-30B-A3B", 30.53, 3.35),
-        ("Qwen3.5-35B-A3B", 34.66, 3.0),
+        ("Qwen3.5-35B-A3B", 34.66, 3.45),
         ("OLMoE-1B-7B-0924", 6.92, 1.28),
         ("Mixtral-8x7B-v0.1", 46.70, 12.88),
         ("granite-3.1-1b-a400m-base", 1.33, 0.43),
