@@ -47,6 +47,7 @@ def config_from_hf(fields: Fields, *, intermediate: str = "intermediate_size") -
     fields.assume(_DEFAULTS)
     fields.require("attention_bias", False)
     fields.require("attn_output_gate", True)
+    fields.require("output_gate_type", "swish")  # of the delta nets
     fields.ignore("mamba_ssm_dtype")  # of the states: always float32 here
     config = llama.config_from_hf(fields, intermediate=intermediate, partial=True)
     period = fields.read(int, "full_attention_interval")

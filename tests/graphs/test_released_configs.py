@@ -13,6 +13,31 @@ from edgellm.graphs.layer_kinds import FULL, SLIDING
 from edgellm.graphs.safetensors_checkpoint import read_config
 from edgellm.graphs.tensors import parameters, used_parameters
 
+_QWEN35: Mapping[str, Any] = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "vocab_size": 248320,
+}
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "gemma-3-4b-it": {
         "boi_token_index": 255999,
@@ -374,6 +399,22 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
         "use_pos_enc": True,
         "vocab_size": 65536,
     },
+    "Qwen3.5-0.8B": {
+        "model_type": "qwen3_5",
+        "image_token_id": 248056,
+        "text_config": {
+            **_QWEN35,
+            "model_type": "qwen3_5_text",
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "linear_num_value_heads": 16,
+            "mlp_only_layers": [],
+            "num_attention_heads": 8,
+            "num_hidden_layers": 24,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "qwen3_5"},
+    },
     "Qwen2.5-0.5B": {
         "model_type": "qwen2",
         "hidden_act": "silu",
@@ -397,6 +438,23 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
 
 # Models with experts, or of families that have some.
 WITH_EXPERTS: dict[str, Mapping[str, Any]] = {
+    "Qwen3.5-35B-A3B": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {
+            **_QWEN35,
+            "model_type": "qwen3_5_moe_text",
+            "hidden_size": 2048,
+            "linear_num_value_heads": 32,
+            "moe_intermediate_size": 512,
+            "num_attention_heads": 16,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "router_aux_loss_coef": 0.001,
+            "shared_expert_intermediate_size": 512,
+        },
+        "tie_word_embeddings": False,
+    },
     "Qwen3-30B-A3B": {
         "attention_bias": False,
         "decoder_sparse_step": 1,
@@ -525,6 +583,7 @@ WITH_EXPERTS["granite-4.0-h-1b"] = {
     ("name", "billions", "used"),
     [
         ("Qwen3-30B-A3B", 30.53, 3.35),
+        ("Qwen3.5-35B-A3B", 34.66, 3.45),
         ("OLMoE-1B-7B-0924", 6.92, 1.28),
         ("Mixtral-8x7B-v0.1", 46.70, 12.88),
         ("granite-3.1-1b-a400m-base", 1.33, 0.43),
@@ -558,6 +617,7 @@ def test_a_token_uses_some_of_the_experts(
         ("GLM-4-9B-0414", 9.40, 32768),
         ("Qwen2.5-0.5B", 0.49, 32768),
         ("LFM2-1.2B", 1.17, 128000),
+        ("Qwen3.5-0.8B", 0.75, 262144),
     ],
 )
 def test_released_models_have_their_size(
