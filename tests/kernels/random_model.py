@@ -247,6 +247,8 @@ HYBRIDS = {
         odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
     ),
 }
+# Shapes that Triton and graphs know of, too.
+PLAIN_EXPERTS = tuple(EXPERTS)
 # What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
 EXPERTS |= {
     "biases, sinks and a clamp": Shape(
