@@ -101,8 +101,6 @@ class DeviceStep:
                 raise ValueError(
                     "layers differ in heads, KV heads or head_dim; needed are the same in all"
                 )
-            if layer.input is not None or layer.output_scale != 1:
-                raise ValueError("layers with embeddings or a scale of their own; needed are none")
         self._weights = weights
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from edgellm.kernels.attention.gpu_tiles import Work
 from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
 from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
@@ -62,10 +61,14 @@ def check_parts(layer: LayerWeights) -> None:
         ValueError: it has one; the message names it.
     """
     for field in fields(layer):
-        known = field.name in _PARTS or field.name in VECTORS
-        if not known and getattr(layer, field.name) is not field.default:
+        value, known = getattr(layer, field.name), field.name in _PARTS or field.name in VECTORS
+        # arrays have no defaults, and floats may be equal and not the same object
+        absent = value is field.default or (isinstance(value, float) and value == field.default)
+        if not (known or absent):
             raise ValueError(f"Triton kernels compute no {field.name}")
-    if layer.activation not in get_args(Activation):
+    if layer.v is None or (layer.head_norms is not None and layer.head_norms.values):
+        raise ValueError("Triton kernels compute no V without a projection, and none with a norm")
+    if layer.activation not in ("silu", "gelu_tanh"):
         raise ValueError(f"Triton kernels compute no activation {layer.activation}")
     if layer.routing is not None:
         unknown = not_on_gpu(layer.routing)
@@ -185,9 +188,6 @@ class DeviceLayer:
             ValueError: the layer has a part that Triton kernels do not compute.
         """
         layer = weights.layers[index]
-        absent = layer.routing, layer.sinks, layer.mixer
-        if any(part is not None for part in absent) or layer.activation == "clamped_swiglu":
-            raise ValueError("experts, sinks, states or a clamped SwiGLU; these kernels have none")
         norms, head_dim = layer.head_norms, layer.head_dim
 
         def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
