@@ -260,11 +260,6 @@ class OtherLayer(LayerWeights):
     extra: np.ndarray | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class OtherRouting(Routing):
-    scores: str = "softmax"
-
-
 def with_extra(layer: LayerWeights) -> LayerWeights:
     return OtherLayer(**vars(layer), extra=np.ones(1))
 
@@ -275,7 +270,7 @@ def with_activation(layer: LayerWeights) -> LayerWeights:
 
 def with_sigmoid(layer: LayerWeights) -> LayerWeights:
     assert layer.routing is not None
-    return replace(layer, routing=OtherRouting(**vars(layer.routing), scores="sigmoid"))
+    return replace(layer, routing=replace(layer.routing, scores="sigmoid"))
 
 
 @pytest.mark.smoke
