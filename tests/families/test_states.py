@@ -45,7 +45,7 @@ CASES = [
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 # The largest error of a logit, over the largest logit: without a tap it is 0.2 or more.
-NEAR = 0.06
+NEAR = 0.1
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,11 @@ def test_layers_are_named_by_their_mixers_in_json() -> None:
     assert list(conv) == ["short_conv", "mlp", "norms"]
     for change, words in (
         ({**conv, **attending}, "attention and short_conv exclude each other"),
-        ({"mlp": conv["mlp"]}, "key 'attention' or 'short_conv' or 'delta_net' is missing"),
-        ({**conv, "mixer": {}}, "'mixer'; known are attention, short_conv, delta_net, mlp"),
+        (
+            {"mlp": conv["mlp"]},
+            "key 'attention' or 'short_conv' or 'mamba2' or 'delta_net' is missing",
+        ),
+        ({**conv, "mixer": {}}, "'mixer'; known are attention, short_conv, mamba2, delta_net, mlp"),
     ):
         with pytest.raises(ModelFormatError, match=words):
             ModelConfig.from_json({**HYBRID.to_json(), "layers": [attending, change]})

@@ -96,10 +96,12 @@ def test_parts_that_only_the_cpp_kernels_compute() -> None:
     plain = replace(LAYER, experts=None)
     sinks = replace(plain, mixer=replace(plain.attention, sinks=True))
     clamped = replace(sinks, mlp=replace(plain.mlp, activation="clamped_swiglu"))
-    found = [
-        replace(CONFIG, layers=(each,)).native_parts for each in (plain, LAYER, sinks, clamped)
-    ]
-    assert found == ["", "experts", "attention sinks", "attention sinks and a clamped SwiGLU"]
+    assert LAYER.experts is not None
+    sigmoid = replace(LAYER, experts=replace(LAYER.experts, scores="sigmoid"))
+    layers = (plain, LAYER, sigmoid, sinks, clamped)
+    found = [replace(CONFIG, layers=(each,)).native_parts for each in layers]
+    both = "attention sinks and a clamped SwiGLU"
+    assert found == ["", "", "experts", "attention sinks", both]
 
 
 @pytest.mark.parametrize(

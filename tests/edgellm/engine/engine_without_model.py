@@ -156,6 +156,7 @@ def start(
         prefill=prefill,
         decoder=decoder,
         draft_model=None,
+        expert_memory=None,
         token_table=TokenTable(),
         recomputes_exactly=exact and not apart,
         scheduling=chosen.scheduling,

@@ -212,7 +212,7 @@ def test_every_part_that_can_be_rotated(precision: str, name: str, tmp_path: Pat
         if segment.index:
             residual = after_attention(checkpoint, segment.index - 1, attended, residual)
         if segment.index < config.layer_count:
-            attended = mix(checkpoint, segment.index, residual)
+            attended = mix(checkpoint, segment.index, residual, {})
             inputs = {
                 contract.ATTENTION: attended.astype(np.float32),
                 contract.RESIDUAL: outputs[0],

@@ -143,8 +143,8 @@ def test_a_model_that_its_options_refuse_is_refused_before_its_weights_come(hub:
     config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 512, "model_type": "qwen3_moe"}
     hub.files = {"config.json": json.dumps(config).encode(), "model.safetensors": bytes(100)}
-    with pytest.raises(UnsupportedModelError, match=r"`prefill` is 'cpu'.*has experts"):
-        load("hf:org/repo", prefill="cpu", precision="f32")
+    with pytest.raises(UnsupportedModelError, match=r"`decode` is 'chunked'.*has experts"):
+        load("hf:org/repo", prefill="cpu", decode="chunked", precision="f32")
     assert hub.fetched == ["config.json"]
 
 
