@@ -172,8 +172,11 @@ def serve(
     with progress_bar() as progress:
         served = _served(models, pinned, config, load_arguments, progress)
 
+        others = load_arguments.copy()
+        others.pop("adapters", None)  # those of the first model
+
         def pulled(name: str, progress: ProgressCallback) -> ServedModel:
-            return served_model(name, load_arguments, id=name, progress=progress)
+            return served_model(name, others, id=name, progress=progress)
 
         pool = ModelPool(
             served,

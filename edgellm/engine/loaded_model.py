@@ -128,6 +128,8 @@ class LoadedModel:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
         if self.options.expert_memory is not None and not self.config.has_experts:
             notes.append("`expert_memory` has no effect: the model has no experts")
+        elif self.options.expert_memory is not None and self.expert_memory is None:
+            notes.append(f"`expert_memory` has no effect with decode {self.decoder.name}")
         return notes
 
     @property

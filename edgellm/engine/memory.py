@@ -74,7 +74,7 @@ def estimate(
     """
     config = bundle.config
     weights = _weight_bytes(bundle, selection.precisions(config))
-    if options.expert_memory is not None and config.has_experts:
+    if options.expert_memory is not None and config.has_experts and selection.decode == NATIVE:
         weights -= _experts_left_out(bundle, options.expert_memory)
     drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
     ctx_size = _context_size(config, options, selection, weights=weights + drafts)

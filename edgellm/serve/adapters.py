@@ -43,11 +43,10 @@ class ServedAdapters:
         self._managed = managed
         self._adapters: dict[str, ServedAdapter] = {}
         for model in models:
-            for name, source in model.adapters.items():
-                path, scale = source if isinstance(source, tuple) else (source, 1.0)
+            for name, adapter in _from_start(model).items():
                 if name in self._adapters or name in [each.id for each in models]:
                     raise OptionError(f"the name {name!r} of an adapter is taken; choose another")
-                self._adapters[name] = ServedAdapter(model.id, path, scale)
+                self._adapters[name] = adapter
 
     @property
     def all(self) -> Mapping[str, ServedAdapter]:
@@ -83,15 +82,21 @@ class ServedAdapters:
         """Forget an adapter, and return it; None: there was none."""
         return self._adapters.pop(name, None)
 
+    def forget(self, id: str) -> None:
+        """Forget the adapters of a model that is served no longer."""
+        for name, _ in self.of_model(id):
+            self.remove(name)
+
     def opened(self, model: ServedModel) -> LLM:
         """Open a model with its adapters: without dropped ones, and with those that were added.
 
         Raises:
             EdgeLLMError: see `edgellm.load` and `LLM.load_adapter`.
         """
-        llm, wanted = model.open(), dict(self.of_model(model.id))
-        for name in set(llm.adapters) - wanted.keys():
-            llm.unload_adapter(name)
+        llm, wanted, opened = model.open(), dict(self.of_model(model.id)), _from_start(model)
+        for name in set(llm.adapters):
+            if wanted.get(name) != opened.get(name):  # dropped since, or another one by now
+                llm.unload_adapter(name)
         for name, each in wanted.items():
             if name not in llm.adapters:
                 llm.load_adapter(name, each.path, scale=each.scale)
@@ -140,3 +145,12 @@ class ServedAdapters:
                 param="lora",
             )
         return name
+
+
+def _from_start(model: ServedModel) -> dict[str, ServedAdapter]:
+    """Return the adapters that a model is opened with."""
+    adapters = {}
+    for name, source in model.adapters.items():
+        path, scale = source if isinstance(source, tuple) else (source, 1.0)
+        adapters[name] = ServedAdapter(model.id, path, scale)
+    return adapters

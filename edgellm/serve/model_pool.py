@@ -294,13 +294,13 @@ class ModelPool:
         if self._pull is None:
             raise _not_managed("delete")
         slot = self._slots[self._exactly(name)]
-        if slot.users or slot.loading is not None or len(self._slots) == 1:
-            why = "the only one" if len(self._slots) == 1 else "in use"
-            raise RequestError(
-                "invalid_request", f"the model {slot.model.id!r} is {why}", param="model"
-            )
+        only = len(self._slots) == 1
+        if slot.users or slot.loading is not None or only:
+            text = f"the model {slot.model.id!r} is {'the only one' if only else 'in use'}"
+            raise RequestError("invalid_request", text, param="model")
         self._unload(slot)
         del self._slots[slot.model.id]
+        self.adapters.forget(slot.model.id)
 
     def unload(self, name: str) -> None:
         """Unload a model once it is idle; see `keep`.

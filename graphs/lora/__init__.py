@@ -29,7 +29,11 @@ def open_adapter(path: Path) -> StoredAdapter:
             )
         if (folder / mlx.WEIGHTS).exists():
             return mlx.read(folder)
+        if not (folder / peft.CONFIG).exists():  # a client that names a folder is not told more
+            raise ModelFormatError(f"not an adapter: {peft.CONFIG} is missing")
         return peft.read(folder)
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from None
     except EdgeLLMError as error:
         if str(path) in str(error):
             raise

@@ -21,8 +21,8 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 # Settings with `lora` or `pattern` in their names that only training uses, or that name modules.
 _HARMLESS = ("lora_dropout", "layers_pattern", "qalora_group_size")
-# Patterns that could take hours: a repeated group.
-_SLOW = re.compile(r"\)[*+?{]")
+# Patterns that could take hours: a repeated group, or many repetitions.
+_SLOW = re.compile(r"\)[*+?{]|(?:[*+?{].*){4}")
 _LONGEST_PATTERN = 200
 
 
@@ -110,8 +110,8 @@ class _Scales:
             if long or isinstance(value, bool) or not isinstance(value, int | float):
                 raise UnsupportedModelError(
                     f"{fields.origin}: {key} has {pattern[:80]!r}: {value!r}; a pattern without "
-                    f"repeated groups, of at most {_LONGEST_PATTERN} characters, and a number are "
-                    "allowed"
+                    f"repeated groups, with three repetitions at most in {_LONGEST_PATTERN} "
+                    "characters, and a number are allowed"
                 )
             try:
                 re.compile(pattern)

@@ -95,7 +95,7 @@ public:
 
     // A x for linear layers that take the rows that were kept.
     void shrink(edgellm::Worker& worker, std::initializer_list<Changed> changed, int inputs) const {
-        if (!any()) return;
+        if (!any() || !changed.begin()->layer) return;
         const int parts = static_cast<int>(changed.size()), all = rank_ / edgellm::RANKS;
         // few rows are shared out by ranks as well
         const int some = static_cast<int>(runs_.size()) * parts >= 8 * threads_ ? all : 1, blocks = all / some;

@@ -35,7 +35,7 @@ class NativeAdapter:
     """
 
     def __init__(self, weights: AdapterWeights) -> None:
-        self._weights = weights
+        self._matrices = weights.layers  # not the adapter, which is the key of its structure
         layers = (
             _LayerChanges(*(_LowRank.of(layer.get(name)) for name in CHANGED))
             for layer in weights.layers

@@ -180,7 +180,7 @@ def test_blocks_on_disk(judged: Judged, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered", "serial"])
 def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
-    """In a cache that holds not all of them at once, some wait and are computed again."""
+    """In a cache that holds not all of them at once: some wait, or are computed again."""
     prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 300, 127, 41, 200))]
     long = {"max_tokens": 100}
     # layered: a time that few layers take, so that prompts go through a few at a time
@@ -188,8 +188,6 @@ def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> No
     with judged.load(scheduling=scheduling, **sizes) as llm:
         together = {a.index: a.result() for a in llm.batch(prompts, **(GREEDY | long))}
         assert used_blocks(llm) == 0
-    if scheduling == "stall_free":
-        assert any(answer.stats.preempted for answer in together.values())
     for index, prompt in enumerate(prompts):
         same(together[index], judged.scratch(prompt, **long))
 

@@ -176,6 +176,7 @@ def test_scales_are_those_of_peft(
         ({"trainable_token_indices": [7]}, "trainable_token_indices = "),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters = "),
         ({"alpha_pattern": {"(a+)+b": 4}}, "a pattern without repeated groups"),
+        ({"rank_pattern": {".*" * 9 + "X": 4}}, "three repetitions at most"),
         ({"alpha_pattern": {"(a": 4}}, "no pattern"),
         ({"lora_of_later_versions": 1}, "lora_of_later_versions = 1 is not understood"),
         ({"r": None}, "'r' is missing"),
@@ -259,6 +260,8 @@ def test_damaged_files_are_refused(tmp_path: Path, model: Path) -> None:
 def test_what_is_no_adapter_is_refused(tmp_path: Path, model: Path) -> None:
     assert "neither a folder nor a .gguf file" in refused(tmp_path / "nothing", model)
     assert "adapter_config.json is missing" in refused(model, model)
+    assert "model.safetensors" not in refused(model, model)
+    assert "cannot be read" in refused(tmp_path / ("a" * 300), model)
     pickled = tmp_path / "pickled"
     write_peft(pickled, pairs_of(model))
     (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")

@@ -17,6 +17,7 @@ from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
+from edgellm.serve.adapters import ServedAdapter
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SIZES: dict[str, Any] = {"ctx_size": 8 * BLOCK, "cache_size": 32 * BLOCK}
@@ -229,8 +230,6 @@ def test_a_model_that_is_loaded_again_has_the_same_adapters(
         async with pool.use("one") as llm:
             names.append(llm.adapters)
         pool.adapters.remove("two")
-        from edgellm.serve.adapters import ServedAdapter
-
         pool.adapters.add("late", ServedAdapter("tiny", folders["late"]))
         pool.keep("tiny", 0)
         assert pool.loaded() == {}
@@ -240,3 +239,31 @@ def test_a_model_that_is_loaded_again_has_the_same_adapters(
         return names
 
     assert asyncio.run(run()) == [["one", "two"], ["one", "late"]]
+
+
+def test_an_adapter_that_took_a_name_is_there_after_the_model_was_loaded_again(
+    tiny_model: Path, folders: dict[str, Path], edgellm_home: Path
+) -> None:
+    model = served_model(str(tiny_model), {"adapters": {"one": folders["one"]}, **SIZES}, id="tiny")
+    pool = ModelPool([model], manage_adapters=True)
+
+    def digest(llm: LLM) -> str:
+        loaded = llm.engine.adapters.get("one")
+        assert loaded is not None
+        return loaded.digest
+
+    async def run() -> list[str]:
+        found = []
+        async with pool.use("one") as llm:
+            found.append(digest(llm))
+        pool.adapters.add("one", ServedAdapter("tiny", folders["two"]))
+        pool.keep("tiny", 0)
+        async with pool.use("one") as llm:
+            found.append(digest(llm))
+        pool.adapters.forget("tiny")
+        assert not pool.adapters.all
+        await pool.close()
+        return found
+
+    first, second = asyncio.run(run())
+    assert first != second
