@@ -10,7 +10,8 @@ from tiny_families import FAMILIES
 TRITON = ("gemma3_text", "qwen3_moe_mixed")
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
-    *("qwen2_moe", "glm4_moe", "gpt_oss", "granitemoehybrid_experts", "qwen3_5_moe_text"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
+    *("granitemoehybrid_experts", "qwen3_5_moe_text"),
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")
