@@ -241,7 +241,7 @@ def _adapters(given: Iterable[str]) -> dict[str, AdapterSource]:
     """Parse what --lora says; without a name, the file's or folder's is the adapter's."""
     adapters: dict[str, AdapterSource] = {}
     for text in given:
-        name, named, path = text.rpartition("=") if "=" in text else ("", "", text)
+        name, named, path = text.partition("=") if "=" in text else ("", "", text)
         path, scale = path_and_scale(path)
         name = name if named else Path(path).name.removesuffix(".gguf")
         if not path or not name or name in adapters:

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name
+from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name, matrices
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 from edgellm.graphs.tensor import Tensor
 
@@ -33,20 +32,12 @@ def read(folder: Path) -> StoredAdapter:
     parameters = fields.read(dict, "lora_parameters")
     scale = Fields(parameters, origin=f"{fields.origin}: lora_parameters").read(float, "scale")
     weights = SafetensorsFolder(folder, file=WEIGHTS)
-    pairs: dict[str, dict[str, str]] = {}
-    for key in weights.keys:
-        found = _KEY.fullmatch(key)
-        if found is None:
-            raise UnsupportedModelError(
-                f"{folder / WEIGHTS}: tensor {key} is no matrix of a LoRA adapter"
-            )
-        pairs.setdefault(found["module"], {})[found["part"]] = key
-    changes = {}
-    for module, keys in pairs.items():
-        if keys.keys() != {"a", "b"}:
-            raise ModelFormatError(f"{folder / WEIGHTS}: {module} has not both lora_a and lora_b")
-        a, b = (_transposed(weights.tensor(keys[part])) for part in "ab")
-        changes[hf_name(module)] = StoredChange(a, b, scale)
+    origin = str(folder / WEIGHTS)
+    pairs = matrices(weights, _KEY, parts="ab", origin=origin)
+    changes = {
+        hf_name(module): StoredChange(_transposed(a), _transposed(b), scale)
+        for module, (a, b) in pairs.items()
+    }
     return StoredAdapter(str(folder), None, changes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name
+from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name, matrices
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -41,20 +41,12 @@ def read(folder: Path) -> StoredAdapter:
         raise ModelFormatError(f"{folder}: {WEIGHTS} is missing{advice}; save it as safetensors")
     weights = SafetensorsFolder(folder, file=WEIGHTS)
     scales = _Scales(fields)
-    pairs: dict[str, dict[str, str]] = {}
-    for key in weights.keys:
-        found = _KEY.fullmatch(key)
-        if found is None:
-            raise UnsupportedModelError(
-                f"{folder / WEIGHTS}: tensor {key} is no matrix of a LoRA adapter"
-            )
-        pairs.setdefault(found["module"], {})[found["part"]] = key
-    changes = {}
-    for module, keys in pairs.items():
-        if keys.keys() != {"A", "B"}:
-            raise ModelFormatError(f"{folder / WEIGHTS}: {module} has not both lora_A and lora_B")
-        a, b = (weights.tensor(keys[part]) for part in "AB")
-        changes[hf_name(module)] = StoredChange(a, b, scales.of(module, (*a.shape, 0)[0]))
+    origin = str(folder / WEIGHTS)
+    pairs = matrices(weights, _KEY, parts="AB", origin=origin)
+    changes = {
+        hf_name(module): StoredChange(a, b, scales.of(module, (*a.shape, 0)[0]))
+        for module, (a, b) in pairs.items()
+    }
     return StoredAdapter(str(folder), None, changes)
 
 

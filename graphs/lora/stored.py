@@ -16,6 +16,7 @@ from edgellm.graphs.architecture import (
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import LayerConfig
+from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import TensorSpec, layer_tensors
 from edgellm.graphs.translation import Translation
@@ -171,3 +172,30 @@ def _family(adapter: StoredAdapter, config: ModelConfig) -> Architecture:
             f"{config.model_type!r}"
         )
     return family  # of a family whose GGUF files say `llama`, such as Mistral
+
+
+def matrices(
+    weights: SafetensorsFolder, key: re.Pattern[str], *, parts: str, origin: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the two matrices of each module in a folder of adapters.
+
+    Args:
+        key: pattern of a tensor's key, with the groups `module` and `part`.
+        parts: names of the two parts, one letter each.
+        origin: name of the file in errors.
+
+    Raises:
+        ModelFormatError: a module lacks one of the two.
+        UnsupportedModelError: a tensor is no such matrix.
+    """
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name in weights.keys:
+        match = key.fullmatch(name)
+        if match is None:
+            raise UnsupportedModelError(f"{origin}: tensor {name} is no matrix of a LoRA adapter")
+        pairs.setdefault(match["module"], {})[match["part"]] = weights.tensor(name)
+    a, b = parts[0], parts[1]
+    for module, each in pairs.items():
+        if len(each) != len(parts):
+            raise ModelFormatError(f"{origin}: {module} has not both lora_{a} and lora_{b}")
+    return {module: (each[a], each[b]) for module, each in pairs.items()}

@@ -108,12 +108,7 @@ def mamba_vectors(
     writer.add_tensor(f"{block}.ssm_norm.weight", np.ones((1, heads * 64), np.float32))
 
 
-def main() -> None:
-    target = Path(sys.argv[1])
-    name = sys.argv[2] if len(sys.argv) > 2 else "1b"
-    shape = SHAPES[name]
-    partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(partial, shape.architecture)
+def add_settings(writer: gguf.GGUFWriter, shape: Shape, name: str) -> None:
     writer.add_name(f"random-{name}")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)  # OpenVINO GenAI asks for it
     writer.add_context_length(CONTEXT)
@@ -152,6 +147,15 @@ def main() -> None:
     writer.add_eos_token_id(shape.vocabulary - 1)
     writer.add_bos_token_id(shape.vocabulary - 1)
     writer.add_add_bos_token(False)
+
+
+def main() -> None:
+    target = Path(sys.argv[1])
+    name = sys.argv[2] if len(sys.argv) > 2 else "1b"
+    shape = SHAPES[name]
+    partial = target.with_suffix(".partial")
+    writer = gguf.GGUFWriter(partial, shape.architecture)
+    add_settings(writer, shape, name)
     rng = np.random.default_rng(0)
 
     def add(name: str, rows: int, columns: int, *, experts: int = 0) -> None:
