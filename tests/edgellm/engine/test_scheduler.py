@@ -99,7 +99,7 @@ def test_serial_is_first_come_first_served(order: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [StallFree, partial(Layered, layers=30)], ids=["rows", "layers"])
 def test_ten_thousand_requests(kind: Callable[..., SchedulingPolicy]) -> None:
-    """Nobody starves: who is long waits longer, yet in proportion, though the load is high."""
+    """No request starves: a long one waits longer, yet in proportion, though the load is high."""
     chance = random.Random(5)
     requests, now = [], 0.0
     for i in range(10_000):
@@ -111,19 +111,22 @@ def test_ten_thousand_requests(kind: Callable[..., SchedulingPolicy]) -> None:
     assert all(finished(request) for request in requests)
     busy = sum(seconds for _, seconds in engine.steps) / engine.now
     assert 0.7 < busy < 0.98  # a queue forms, and does not grow for ever
-    for low, high, usual, worst in (
-        (1, 100, 0.2, 1.5),
-        (100, 1000, 0.5, 8.0),
-        (1000, 4001, 3.0, 20.0),
+    # The longest of thousands of waits is one request's bad luck: over seeds it was 0.7 to 2.0 s of
+    # short prompts, where 99 in 100 took at most 0.36 s.
+    for low, high, usual, most, worst in (
+        (1, 100, 0.2, 0.4, 3.0),
+        (100, 1000, 0.5, 5.0, 9.0),
+        (1000, 4001, 3.0, 18.0, 20.0),
     ):
-        waits = [
+        waits = sorted(
             request.times[0] - request.arrival
             for request in requests
             if low <= len(request.tokens) - request.sampled < high
-        ]
+        )
         assert len(waits) > 50
-        assert max(waits) < worst
         assert statistics.median(waits) < usual
+        assert waits[len(waits) * 99 // 100] < most
+        assert waits[-1] < worst
 
 
 def test_whose_reader_is_slow_takes_no_part() -> None:
