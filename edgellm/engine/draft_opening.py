@@ -6,15 +6,14 @@ from collections.abc import Mapping
 
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
+from edgellm.cache.groups import DRAFT_STATES
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.engine.memory import draft_options
+from edgellm.engine.memory import draft_options, token_bytes
 from edgellm.errors import EdgeLLMError, OptionError
-from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
 from edgellm.store.manifest import PACKED
 from edgellm.store.prepare import prepare
 
@@ -47,10 +46,10 @@ def prepare_draft(
             f"`draft` is {name!r}, the model itself, which would be as slow as no drafts; name a "
             "smaller model of the same family, or leave it out"
         )
-    if _token_bytes(draft) > _token_bytes(bundle):
+    if token_bytes(draft) > token_bytes(bundle):
         raise OptionError(
-            f"`draft` is {name!r}, of which a token reads {_token_bytes(draft) >> 20} MiB, and of "
-            f"{bundle.manifest.name} {_token_bytes(bundle) >> 20}: it could never be faster; name "
+            f"`draft` is {name!r}, of which a token reads {token_bytes(draft) >> 20} MiB, and of "
+            f"{bundle.manifest.name} {token_bytes(bundle) >> 20}: it could never be faster; name "
             "a smaller model of the same family"
         )
     return draft
@@ -60,7 +59,7 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
     """Load a draft model beside the model that it drafts for, in the thread of that.
 
     Raises:
-        OptionError: the vocabularies differ, or a layer of either model has states.
+        OptionError: the vocabularies differ.
         EdgeLLMError: the draft model cannot be loaded.
     """
     name, options = target.options.draft or bundle.manifest.name, target.options
@@ -69,11 +68,6 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         model = LoadedModel(bundle, used, thread=target.thread)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
-    if target.cache.has_states or model.cache.has_states:
-        raise OptionError(
-            f"`draft` is {name!r}, but a layer has states, which cannot go back behind a rejected "
-            "draft; leave out `draft`"
-        )
     difference = first_difference(target.tokenizer.vocabulary, model.tokenizer.vocabulary)
     if difference is not None:
         token, wanted, found = difference
@@ -87,9 +81,12 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         cache=model.cache,
         ctx_size=model.ctx_size,
         rows=min(target.config.vocab_size, model.config.vocab_size),
-        tokens=options.draft_tokens,
+        # the last one is never computed
+        tokens=min(options.draft_tokens, DRAFT_STATES + 1)
+        if model.cache.has_states
+        else options.draft_tokens,
         p_min=options.draft_p_min,
-        token_steps=_token_bytes(bundle) / _token_bytes(target.bundle),
+        token_steps=token_bytes(bundle) / token_bytes(target.bundle),
     )
 
 
@@ -106,9 +103,3 @@ def first_difference(
         if texts[token] != others[token]:
             return token, texts[token], others[token]
     return None
-
-
-def _token_bytes(bundle: Bundle) -> int:
-    """Return the bytes of weights that a token reads: of experts those that it goes through."""
-    read = imported(bundle.manifest, PACKED).decode_bytes
-    return read or bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes

@@ -20,7 +20,7 @@ from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_groups, rope_frequencies
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
@@ -165,6 +165,12 @@ class LoadedModel:
         """
         return Grammars(self.tokenizer)
 
+    @cached_property
+    def state_steps(self) -> float:
+        """Plain steps that keeping the states after one more row takes as long as, about."""
+        states = 2 * self.cache.state_bytes  # a write reads its cache lines first
+        return states / (memory.token_bytes(self.bundle) + states)
+
     def _make_cache(self) -> KVCache:
         bundle, options = self.bundle, self.options
         basis = key_basis.open_key_basis(bundle.path, bundle.manifest.keys, self.config)
@@ -176,6 +182,7 @@ class LoadedModel:
             key_offsets=basis.offsets,
             rope_frequencies=rope_frequencies(self.config),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
+            drafts=DRAFT_STATES,
             defer=self.thread.soon,
         )
         if options.kv_cache_dir is not None:

@@ -18,6 +18,7 @@ from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.linear import PANEL
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
+from edgellm.store.import_summary import imported
 from edgellm.store.manifest import PACKED
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
@@ -101,6 +102,12 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
         cache_size=size,
         threads=options.threads,
     )
+
+
+def token_bytes(bundle: Bundle) -> int:
+    """Return the bytes of weights that a token reads: of experts those that it goes through."""
+    read = imported(bundle.manifest, PACKED).decode_bytes
+    return read or bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes
 
 
 def check_fits(needed: MemoryEstimate) -> None:

@@ -225,7 +225,9 @@ class Request(Stream):
         """Choose a draft for a step that decodes `company` sequences and nothing else."""
         if not self.decoding:
             return None
-        return self._speculation.choose(self._room(), self.tokens, company=company)
+        room, states = self._room(), self._engine.cache.draft_room(company)
+        most = room if states is None else min(room, states)
+        return self._speculation.choose(most, self.tokens, company=company)
 
     def span(
         self, rows: int, *, draft: int = 0, layers: Layers | None = None, apart: bool = False
@@ -262,6 +264,7 @@ class Request(Stream):
             int(last) + len(guess),
             candidates,
             all_states=self.wants_states,
+            drafted=len(guess),
             adapter=adapter,
         )
 
@@ -302,6 +305,7 @@ class Request(Stream):
             following = self._speculation.after(sampled[-1]) if sampled else None
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
+        self.context.sequence.settle()
 
     def computed_states(self, rows: Rows) -> None:
         """Use the hidden states of rows that have passed the last layer: they score a prompt."""

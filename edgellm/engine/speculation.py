@@ -22,9 +22,7 @@ _log = logging.getLogger(__name__)
 
 def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -> Speculation:
     """Return the drafts of an answer; see `Context` for `salt`."""
-    # a rejected draft would take a sequence with states back to the end of a full block
-    exact = engine.decoder.exact_rows and not engine.cache.has_states
-    if not (exact and options.speculate and options.speculate_most != 0):
+    if not (engine.decoder.exact_rows and options.speculate and options.speculate_most != 0):
         return Speculation((), DraftPolicy())
     drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
     if engine.token_table is not None:
@@ -33,7 +31,8 @@ def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -
     model = engine.draft_model
     if model is not None:
         drafters.append(model.drafter(salt))
-    policy = DraftPolicy(None if model is None else model.purse)
+    purse = None if model is None else model.purse
+    policy = DraftPolicy(purse, state_steps=engine.state_steps)
     return Speculation(drafters, policy, most=options.speculate_most)
 
 
