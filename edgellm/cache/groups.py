@@ -25,7 +25,7 @@ STEP_ROWS = 512
 # tokens/s of a prompt; with 512 rows it did 1,700 (two cores, C++).
 WINDOWED_ROWS = 256
 # States after rows of drafts that are kept in a step, of all its sequences together: each row's are
-# as large as those of a sequence, 19 MB of Qwen3.5-0.8B.
+# as large as those of a sequence, 20 MB of Qwen3.5-0.8B.
 DRAFT_STATES = 7
 # What K and V take, over what snapshots of states may take beside those that sequences need.
 _STATE_SHARE = 4

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from edgellm.backends.host_attention import rope_tables
+from edgellm.backends.mtp import MtpModel
+from edgellm.backends.packed_weights import open_mtp_weights
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
-from edgellm.cache.groups import DRAFT_STATES
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, pool_blocks
+from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.memory import draft_options, token_bytes
+from edgellm.engine.mtp import MtpHead
 from edgellm.errors import EdgeLLMError, OptionError
-from edgellm.options import EngineOptions
+from edgellm.graphs.mtp import mtp_config, mtp_tensors
+from edgellm.kernels.native import library
+from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
-from edgellm.store.manifest import PACKED
+from edgellm.store.manifest import MTP, PACKED
 from edgellm.store.prepare import prepare
+
+# First tokens of the vocabulary that a head guesses among. Those of most texts are there, as
+# tokenizers number the most frequent first; all 248,320 take a third of a step of Qwen3.5-0.8B.
+_MTP_TOKENS = 65_536
 
 
 def prepare_draft(
@@ -28,7 +40,7 @@ def prepare_draft(
         EdgeLLMError: the draft model cannot be had; see `prepare`.
     """
     name = options.draft
-    if name is None:
+    if name in (None, NO_DRAFT):
         return None
     decode = select(options, bundle.config).decode
     if decode != NATIVE:
@@ -87,6 +99,41 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         else options.draft_tokens,
         p_min=options.draft_p_min,
         token_steps=token_bytes(bundle) / token_bytes(target.bundle),
+    )
+
+
+def open_mtp(target: LoadedModel) -> MtpHead | None:
+    """Open a model's own head for drafts; None: it has none, or decode checks no drafts."""
+    bundle, options, entry = target.bundle, target.options, target.bundle.manifest.mtp
+    compiled = library()
+    if entry is None or compiled is None or target.decoder.name != NATIVE:
+        return None
+    weights = open_mtp_weights(bundle, entry, tokens=_MTP_TOKENS)
+    cache = KVCache(
+        cache_groups(mtp_config(target.config)),
+        format=options.kv_format,
+        ctx_size=target.ctx_size,
+        blocks=pool_blocks(target.ctx_size),
+        fingerprint=f"{target.fingerprint}|{target.arithmetic}|{MTP}".encode(),
+        defer=target.thread.soon,
+    )
+    model = MtpModel(
+        compiled,
+        weights,
+        rope_tables(target.config, target.ctx_size),
+        [group.blocks for group in cache.groups],
+        threads=target.threads,
+    )
+    specs = mtp_tensors(target.config)
+    read = sum(specs[name].used(math.prod(entry.arrays[name].shape)) for name in entry.kinds)
+    read += weights.step.head.data.nbytes
+    return MtpHead(
+        model=model,
+        cache=cache,
+        ctx_size=target.ctx_size,
+        tokens=options.draft_tokens,
+        p_min=options.draft_p_min,
+        token_steps=read / token_bytes(bundle),
     )
 
 

@@ -27,6 +27,7 @@ from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
+from edgellm.engine.mtp import MtpHead
 from edgellm.engine.thread import EngineThread
 from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
@@ -53,8 +54,8 @@ class LoadedModel:
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
     steps and changes the cache. `adapters` are those that its answers may name. `draft_model`
-    drafts for its answers, if one was asked for; `token_table` drafts what answers had before
-    (None: it does not).
+    drafts for its answers, if one was asked for or the model has a head that can; `token_table`
+    drafts what answers had before (None: it does not).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.draft_model: DraftModel | None = None
+        self.draft_model: DraftModel | MtpHead | None = None
         self.token_table: TokenTable | None = TokenTable()
         self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
