@@ -13,7 +13,6 @@ from typing import Literal
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
-from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.mamba2 import LANE_BLOCK
 
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
@@ -359,14 +358,6 @@ class LayerConfig:
         if not isinstance(self.mixer, Attention):
             raise TypeError(f"a layer with {type(self.mixer).__name__} does not attend")
         return self.mixer
-
-    @property
-    def has_special_experts(self) -> bool:
-        """Whether it has experts that neither Triton kernels nor graphs know of."""
-        if self.experts is None:
-            return False
-        special = self.mlp.bias or self.mlp.activation == "clamped_swiglu" or bool(self.shared)
-        return special or bool(not_on_gpu(self.experts))
 
     @property
     def attends(self) -> bool:

@@ -38,6 +38,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.machine import usable_cores
+from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
 
@@ -168,7 +169,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.native_parts or checkpoint.config.has_experts:
+    if needs_host(checkpoint.config):
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

@@ -26,6 +26,7 @@ from edgellm.llm import LLM, load
 from edgellm.measure.quality import quality
 from edgellm.models import describe
 from edgellm.store.import_summary import imported
+from edgellm.store.precision_support import why_not
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="experts need the C++ kernels")
 
@@ -155,8 +156,9 @@ def test_a_cache_of_eight_bits(judged: Judged) -> None:
 @pytest.mark.parametrize("precision", ["f32", "w8a8"])
 def test_chunks_of_graphs_leave_them_to_the_host(judged: Judged, precision: str) -> None:
     """Between two graphs; prompts of less than a chunk, of one, and of some and a part."""
-    if judged.llm.engine.config.native_parts:
-        pytest.skip("the C++ kernels alone compute the model")
+    reason = why_not(precision, judged.llm.engine.config)
+    if reason is not None:
+        pytest.skip(reason)
     if precision == "w8a8" and not usable("w8a8"):
         pytest.skip("ONNX Runtime's int8 products saturate on this processor")
     path = judged.llm.engine.bundle.path
