@@ -157,7 +157,10 @@ private:
         const edgellm::ShortConv& conv = layer.short_conv;
         enter_layer(worker, l, conv.in);
         multiply(worker, {{&conv.in, b_.mixed}}, b_.x, conv.in.outputs, false);
-        short_conv(worker, conv, mixing(layer));
+        const edgellm::Mixing here = mixing(layer);
+        short_conv(worker, conv, here, [&](const float* y, int first, int end, int r) {
+            quantize_groups(y, first, end, here.out, r, false);
+        });
     }
 
     void run_mamba2(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -186,7 +189,7 @@ private:
                           {&net.a, b_.mixed + net.a_at()},
                           {&net.b, b_.mixed + net.b_at()}},
                  b_.x, net.outputs(), false);
-        std::vector<edgellm::DeltaSpan> spans;
+        std::vector<edgellm::StateRows> spans;
         for (int s = 0; s < call_.span_count; ++s)
             spans.push_back({here.before(s), call_.spans[s].states[layer.pool].targets, call_.spans[s].rows});
         const DeltaNetRows rows(net, b_.mixed, b_.delta, std::move(spans), here.state, rows_, call_.threads);

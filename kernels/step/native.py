@@ -21,7 +21,7 @@ from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.lora.native import NativeAdapter
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import Mamba2Layer
-from edgellm.kernels.native import KV, Rope, address
+from edgellm.kernels.native import KV, Rope, StateTarget, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
@@ -154,16 +154,10 @@ class _Span(ctypes.Structure):
     ]
 
 
-class _StateTarget(ctypes.Structure):
-    """Block for the states after some rows; the fields are those of call.h, in their order."""
-
-    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
-
-
 class _StateSpan(ctypes.Structure):
     """States of a span in a pool; the fields are those of call.h, in their order."""
 
-    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(_StateTarget))]
+    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(StateTarget))]
 
     @classmethod
     def of(cls, view: StateView | None) -> _StateSpan:
@@ -171,9 +165,9 @@ class _StateSpan(ctypes.Structure):
             return cls()
         states = view.blocks.states
         first, size = address(states) or 0, states.strides[0]
-        targets = [_StateTarget(first + block * size, rows) for rows, block in view.targets]
+        targets = [StateTarget(first + block * size, rows) for rows, block in view.targets]
         source = None if view.source is None else first + view.source * size
-        return cls(source, (_StateTarget * len(targets))(*targets))
+        return cls(source, (StateTarget * len(targets))(*targets))
 
 
 class _Call(ctypes.Structure):
