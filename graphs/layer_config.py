@@ -142,8 +142,13 @@ class Attention:
 
     @property
     def qkv_size(self) -> int:
-        """Width of the fused projection: all query heads, then K, then V."""
+        """Width of all query heads, then K, then V."""
         return self.size + 2 * self.kv_size
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the input projections give: Q, K and V, then the gate, if any."""
+        return self.qkv_size + (self.size if self.output_gate else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +172,11 @@ class ShortConv:
     def size(self) -> int:
         """Width of what the output projection reads."""
         return self.channels
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the input projection gives: B, C and x."""
+        return 3 * self.channels
 
     @property
     def state_size(self) -> int:
@@ -274,6 +284,11 @@ class DeltaNet:
     def channels(self) -> int:
         """Width of q, k and v together."""
         return 2 * self.key_heads * self.key_dim + self.size
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the input projections give: q, k and v, z, then a and b of each head."""
+        return self.channels + self.size + 2 * self.value_heads
 
     @property
     def state_size(self) -> int:

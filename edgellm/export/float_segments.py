@@ -100,10 +100,7 @@ class WindowAttention:
         """
         if layer in self._mixers:
             return self._mixers[layer](qkv)
-        width = self._attention.config.layers[layer].attention.qkv_size
-        view = self._views[self._sizes[layer]]
-        attended = self._attention(layer, view, 0, 0, np.ascontiguousarray(qkv[:, :width]))
-        return attended / (1 + np.exp(-qkv[:, width:])) if qkv.shape[1] > width else attended
+        return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
 
 
 def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:

@@ -62,16 +62,25 @@ def _routing(there: Callable[[Routing], bool]) -> Callable[[ModelConfig], bool]:
     return _layer(lambda layer: layer.experts is not None and there(layer.experts))
 
 
+def _is_clamped(layer: LayerConfig) -> bool:
+    return layer.mlp.activation == "clamped_swiglu"
+
+
 PARTS = (
     Part("experts", _routing(lambda _: True), (*_ALONE, "cuda")),
-    Part("experts chosen by sigmoids", _routing(lambda x: x.scores == "sigmoid"), _ALL),
-    Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _ALL),
-    Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _ALL),
-    Part("shared experts", _layer(lambda x: x.shared is not None), _ALL),
-    Part("a clamped SwiGLU", _layer(lambda x: x.mlp.activation == "clamped_swiglu"), _ALL),
-    Part("layers with states", lambda config: config.has_states, _ALL),
-    Part("attention sinks", _attention(lambda x: x.sinks), _ALL),
-    Part("gates of attention", _attention(lambda x: x.output_gate), _ALL),
+    Part("experts chosen by sigmoids", _routing(lambda x: x.scores == "sigmoid"), _GPU),
+    Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _GPU),
+    Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _GPU),
+    Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
+    Part("a clamped SwiGLU", _layer(_is_clamped), _GPU),
+    Part(
+        "a clamped SwiGLU without experts",
+        _layer(lambda x: _is_clamped(x) and x.experts is None),
+        (*_BESIDE_HOST, *_ALONE),
+    ),
+    Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
+    Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
+    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
