@@ -7,6 +7,7 @@ from matrix import ALLOWED, BACKENDS, MEDIAN, errors, is_refused, usable
 from tiny_families import FAMILIES
 
 from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.store.precision_support import needs_host
 
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = ("gemma3_text", "qwen3_moe_mixed")
@@ -52,18 +53,6 @@ def test_every_back_end_computes_what_transformers_computes(
             assert "does not compute" in error
         else:
             assert isinstance(error, float), error
-            assert error < (MEDIAN if name in UNSTEADY else ALLOWED[backend]), backend
-
-
-@pytest.mark.parametrize("backend", ["f32", "w8a8"])
-@pytest.mark.parametrize("name", [*WITH_STATES, "gpt_oss", "qwen3_5_moe_text"])
-def test_chunk_graphs_leave_mixers_with_states_to_the_host(
-    tmp_path: Path, edgellm_home: Path, name: str, backend: str
-) -> None:
-    """Prefill by graphs, then decode by the C++ kernels on the same states."""
-    if not usable("C++") or not usable(backend):
-        pytest.skip("it needs the C++ kernels, and exact products of int8")
-    error = errors(name, tmp_path, [backend])[backend]
-    assert isinstance(error, float), error
-    print(name, backend, error)
-    assert error < (MEDIAN if name in UNSTEADY else ALLOWED["C++"])
+            # where C++ kernels decode, they round
+            rounds = "C++" if needs_host(config) else backend
+            assert error < (MEDIAN if name in UNSTEADY else ALLOWED[rounds]), backend

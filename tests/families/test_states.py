@@ -258,8 +258,8 @@ def test_there_is_no_draft_model(judged: Judged, tmp_path: Path) -> None:
     [
         {"decode": "triton"},
         {"decode": "portable"},
-        {"prefill": "cpu"},
-        {"precision": "w8a8"},
+        {"prefill": "cuda"},
+        {"prefill": "cpu", "decode": "chunked"},
     ],
     ids=str,
 )
