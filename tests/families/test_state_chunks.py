@@ -28,13 +28,8 @@ from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ kernels")
 
-NAMES = (
-    "lfm2",
-    *(
-        pytest.param(x, marks=pytest.mark.slow)
-        for x in ("granitemoehybrid_narrow", "qwen3_5_text_even")
-    ),
-)
+_SLOW = ("granitemoehybrid_narrow", "qwen3_5_text_even")
+NAMES = ("lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW))
 CHUNK = 32
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 # The largest error of a logit, over the largest logit: without a tap it is 0.2 or more.
