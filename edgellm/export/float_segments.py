@@ -38,6 +38,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.machine import usable_cores
+from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
 
@@ -99,10 +100,7 @@ class WindowAttention:
         """
         if layer in self._mixers:
             return self._mixers[layer](qkv)
-        width = self._attention.config.layers[layer].attention.qkv_size
-        view = self._views[self._sizes[layer]]
-        attended = self._attention(layer, view, 0, 0, np.ascontiguousarray(qkv[:, :width]))
-        return attended / (1 + np.exp(-qkv[:, width:])) if qkv.shape[1] > width else attended
+        return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
 
 
 def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
@@ -168,7 +166,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.native_parts or checkpoint.config.has_experts:
+    if needs_host(checkpoint.config):
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return
