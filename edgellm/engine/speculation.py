@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -> Speculation:
     """Return the drafts of an answer; see `Context` for `salt`."""
-    # a rejected draft would take a sequence with states back to the end of a full block
+    # a rejected draft would take a sequence with states back to a snapshot
     exact = engine.decoder.exact_rows and not engine.cache.has_states
     if not (exact and options.speculate and options.speculate_most != 0):
         return Speculation((), DraftPolicy())
