@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,12 @@ class LoadArguments(EngineArguments, total=False):
     adapters: Mapping[str, AdapterSource] | None
     defaults: GenerationArguments | None
     system: str | None
+
+
+class SessionArguments(TypedDict, total=False):
+    """Keyword arguments of `LLM.session`."""
+
+    adapter: str | None
 
 
 def engine_options(arguments: LoadArguments) -> EngineOptions:
@@ -310,13 +316,16 @@ class LLM(TextGeneration):
         chat.messages += messages
         return chat
 
-    def session(self, *, adapter: str | None = None) -> Session:
+    def session(self, **arguments: Unpack[SessionArguments]) -> Session:
         """Open an empty session: append, generate, fork, rewind.
 
         Args:
-            adapter: loaded adapter of answers that name none; None: the model as it is.
+            arguments: `adapter`: loaded adapter of answers that name none; None: the model as it
+                is. Where it is not given, it is that of the model's options, if any.
         """
-        return Session(self.engine, adapter=adapter)
+        check_names(arguments, None, *SessionArguments.__annotations__)
+        default = self.generation_options().adapter
+        return Session(self.engine, adapter=arguments.get("adapter", default))
 
     def load_session(self, path: str | Path, *, adapter: str | None = None) -> Session:
         """Open a session that `Session.save` wrote, in this process or another, on any back end.

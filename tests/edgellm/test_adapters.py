@@ -28,6 +28,7 @@ from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.results import Completion
+from edgellm.session import Session
 
 pytestmark = pytest.mark.usefixtures("edgellm_home")
 PROMPT = [(7 * i) % 50 + 3 for i in range(BLOCK + 20)]
@@ -227,6 +228,36 @@ def test_sessions_have_an_adapter_and_answers_may_have_another(llm: LLM) -> None
         assert session.generate(adapter="one", **options).tokens == expected["one"]
         session.rewind(len(PROMPT))
         assert session.generate(**options).tokens == expected[None]
+
+
+def test_a_model_with_an_adapter_for_all_answers(
+    tiny_model: Path, adapters: dict[str, Path], llm: LLM, edgellm_home: Path
+) -> None:
+    """What a session or an answer says, also that there is none, goes over it."""
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = {name: ask(llm, name).tokens[:8] for name in ("one", "two", None)}
+    with load(str(tiny_model), adapters=adapters, defaults={"adapter": "one"}, **SIZES) as one:
+
+        def answer(session: Session, **arguments: Any) -> tuple[int, ...]:
+            with session:
+                session.append(PROMPT)
+                return session.generate(**options, **arguments).tokens
+
+        assert one.generate(PROMPT, **options).tokens == expected["one"]
+        assert one.generate(PROMPT, adapter=None, **options).tokens == expected[None]
+        assert answer(one.session()) == expected["one"]
+        assert answer(one.session(), adapter="two") == expected["two"]
+        assert answer(one.session(), adapter=None) == expected[None]
+        for name in ("two", None):
+            assert answer(one.session(adapter=name)) == expected[name]
+            assert answer(one.session(adapter=name).fork()) == expected[name]
+        given = one.generation_options(**options)
+        assert answer(one.session(adapter="two"), options=given) == expected["one"]
+        with one.prefix("it", "a", adapter=None) as session:
+            session.replace(PROMPT)
+            assert session.generate(**options).tokens == expected[None]
+        with pytest.raises(TypeError, match="no option `adaptor`"):
+            one.session(adaptor="one")  # type: ignore[call-arg]
 
 
 def test_chats_keep_their_adapter(llm: LLM) -> None:
