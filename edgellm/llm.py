@@ -22,7 +22,7 @@ from edgellm.checks import (
     check_texts,
     check_token_ids,
 )
-from edgellm.engine.adapters import for_adapters
+from edgellm.engine.adapters import adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.auto_prefill import faster_provider
@@ -94,6 +94,12 @@ def engine_options(arguments: LoadArguments) -> EngineOptions:
     return for_adapters(options) if arguments.get("adapters") else options
 
 
+def adapter_paths(adapters: Mapping[str, AdapterSource] | None) -> list[str | Path]:
+    """Return the paths of adapters in the arguments of `load`."""
+    sources = (adapters or {}).values()
+    return [source[0] if isinstance(source, tuple) else source for source in sources]
+
+
 def with_defaults(bundle: Bundle, defaults: GenerationArguments | None) -> Bundle:
     """Return a bundle with other options of answers, over those in its files."""
     if not defaults:
@@ -150,6 +156,7 @@ def load(
         bundle,
         chosen,
         draft=draft,
+        adapters=adapter_bytes(adapter_paths(adapters)),
         tails_only=faster is None,
         why_cpu=why_cpu,
         progress=progress,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.lora import changes_of, open_adapter
-from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter
+from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter, packed_bytes
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
@@ -103,6 +103,17 @@ class Adapters:
                 f"on {prefill.name} and answers on {decoder.name}; load it with `prefill` native "
                 "and `decode` native, or merge the adapter with `edgellm export --lora`"
             )
+
+
+def adapter_bytes(paths: Iterable[str | Path]) -> int:
+    """Return the bytes in memory of adapters, whose matrices are not read for it.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: see `open_adapter`.
+    """
+    changes = (each for path in paths for each in open_adapter(Path(path)).changes.values())
+    shapes = ((change.a.shape, change.b.shape) for change in changes)
+    return sum(packed_bytes(a, b) for a, b in shapes)
 
 
 def for_adapters(options: EngineOptions) -> EngineOptions:

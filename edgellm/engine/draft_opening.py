@@ -11,7 +11,7 @@ from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.memory import draft_options
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.options import EngineOptions
+from edgellm.options import EngineOptions, draft_refused
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.import_summary import imported
@@ -33,10 +33,7 @@ def prepare_draft(
         return None
     decode = select(options, bundle.config).decode
     if decode != NATIVE:
-        raise OptionError(
-            f"`draft` is {name!r} and `decode` {decode}, whose rows differ with their number; "
-            f"drafts are checked with `decode` {NATIVE}: take that, or leave out `draft`"
-        )
+        raise draft_refused(name, decode)
     try:
         draft = prepare(name, precisions=(PACKED,), progress=progress)
     except EdgeLLMError as error:

@@ -41,6 +41,7 @@ class MemoryEstimate:
         ctx_size: tokens of a context.
         blocks: number of blocks in each pool of the KV cache.
         draft: bytes of the draft model beside it, with a full KV cache of its own.
+        adapters: bytes of the adapters that are loaded with it.
     """
 
     weights: int
@@ -49,11 +50,12 @@ class MemoryEstimate:
     blocks: int
     base: int = _BASE_BYTES
     draft: int = 0
+    adapters: int = 0
 
     @property
     def models(self) -> int:
         """Bytes without those of a process that has no model."""
-        return self.weights + self.kv_cache + self.draft
+        return self.weights + self.kv_cache + self.draft + self.adapters
 
     @property
     def total(self) -> int:
@@ -61,12 +63,18 @@ class MemoryEstimate:
 
 
 def estimate(
-    bundle: Bundle, options: EngineOptions, selection: Selection, *, draft: Bundle | None = None
+    bundle: Bundle,
+    options: EngineOptions,
+    selection: Selection,
+    *,
+    draft: Bundle | None = None,
+    adapters: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a model with these options and back ends when its cache is full.
 
     Args:
         draft: bundle of its draft model; None: it has none.
+        adapters: bytes of the adapters that are loaded with it, see `adapter_bytes`.
 
     Raises:
         OptionError: the options ask for more tokens than the model was trained for, for a cache
@@ -77,14 +85,22 @@ def estimate(
     if options.expert_memory is not None and config.has_experts and selection.decode == NATIVE:
         weights -= _experts_left_out(bundle, options.expert_memory)
     drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
-    ctx_size = _context_size(config, options, selection, weights=weights + drafts)
+    ctx_size = _context_size(config, options, selection, weights=weights + drafts + adapters)
     blocks = _blocks(options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
     if draft is not None:
         used = draft_options(draft, options, ctx_size=ctx_size)
         drafts += _cache_bytes(draft.config, used, used.ctx_size or ctx_size)
     base = _BASE_BYTES + _expert_bytes(config)
-    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, base=base, draft=drafts)
+    return MemoryEstimate(
+        weights,
+        cache,
+        ctx_size=ctx_size,
+        blocks=blocks,
+        base=base,
+        draft=drafts,
+        adapters=adapters,
+    )
 
 
 def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> EngineOptions:
@@ -111,12 +127,13 @@ def check_fits(needed: MemoryEstimate) -> None:
     """
     available = psutil.virtual_memory().available
     if needed.total > available:
-        draft = f", `draft` {_mib(needed.draft)}" if needed.draft else ""
+        beside = {"draft": needed.draft, "adapters": needed.adapters}
+        parts = [f", `{name}` {_mib(size)}" for name, size in beside.items() if size]
+        others = [f", or leave out `{name}`" for name, size in beside.items() if size]
         raise MemoryEstimateError(
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
-            f"cache {_mib(needed.kv_cache)}{draft}), but {_mib(available)} MiB are available; "
-            "choose a smaller `ctx_size` or a smaller `kv_format`"
-            + (", or leave out `draft`" if draft else "")
+            f"cache {_mib(needed.kv_cache)}{''.join(parts)}), but {_mib(available)} MiB are "
+            f"available; choose a smaller `ctx_size` or a smaller `kv_format`{''.join(others)}"
         )
 
 

@@ -47,7 +47,7 @@ struct DeltaNet {
 // Rows of one sequence that follow each other.
 struct DeltaSpan {
     const float* source;         // the state before the first row; null: all zeros
-    const StateTarget* targets;  // in the order of their rows; the last one, for all rows, may be the source
+    const StateTarget* targets;  // in the order of their rows, the last one for all; one may be the source
     int32_t rows;
 };
 

@@ -25,7 +25,7 @@ class DeltaSpan:
     Attributes:
         source: state before the first row; None: all zeros.
         targets: numbers of rows, in order, and the arrays that take the state after them; the last
-            is for the state after all rows, and may be the source.
+            is for the state after all rows. One may be the source.
     """
 
     rows: int

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from requirements import unavailable
 from tiny_adapters import ALPHA, Pairs, merged, pairs_of, write_gguf_adapter, write_peft
@@ -16,8 +17,10 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
 from edgellm.backends.batch import Span
 from edgellm.batch import BatchRequest
+from edgellm.engine.adapters import adapter_bytes
 from edgellm.errors import (
     EdgeLLMError,
+    MemoryEstimateError,
     ModelFormatError,
     OptionError,
     SessionFileError,
@@ -26,8 +29,9 @@ from edgellm.errors import (
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
-from edgellm.llm import LLM, load
+from edgellm.llm import LLM, LoadArguments, load
 from edgellm.results import Completion
+from edgellm.serve.served import served_model
 from edgellm.session import Session
 
 pytestmark = pytest.mark.usefixtures("edgellm_home")
@@ -102,7 +106,9 @@ def judged_by_hooks(folder: Path, pairs: Pairs, tokens: list[int], scale: float)
     return result
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gemma2", "glm4", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "phi3", "gemma2", "glm4", "lfm2", "qwen3_5_text", "gemma4_text"]
+)
 def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     """With `scale B A` added to the weights, and with hooks beside weights that stay."""
     import torch
@@ -111,7 +117,8 @@ def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     base, scale = tmp_path / "model", ALPHA / 8
     make(name, base, vocab_size=320)
     save_tokenizer(base)
-    pairs = pairs_of(base, rank=8, size=0.7, only=lambda module: ".conv." not in module)
+    others = (".conv.", ".linear_attn.", ".per_layer_")
+    pairs = pairs_of(base, rank=8, size=0.7, only=lambda m: not any(part in m for part in others))
     whole = AutoModelForCausalLM.from_pretrained(
         merged(base, tmp_path / "merged", pairs, scale=scale), dtype=torch.float32
     ).eval()
@@ -376,6 +383,28 @@ def test_embeddings_and_ranks_have_their_adapter(llm: LLM) -> None:
         for adapter in (None, "one")
     ]
     assert ranks[0] != ranks[1]
+
+
+def test_adapters_stand_in_the_estimate_of_memory(
+    llm: LLM, tiny_model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = [llm.engine.adapters.get(name) for name in adapters]
+    size = sum(each.weights.nbytes for each in loaded if each is not None)
+    assert llm.engine.memory.adapters == adapter_bytes(adapters.values()) == size > 0
+    with load(str(tiny_model), **SIZES) as plain:
+        assert llm.engine.memory.models - plain.engine.memory.models == size
+    arguments: LoadArguments = {**SIZES}
+    given: LoadArguments = {**SIZES, "adapters": adapters}
+    models = [served_model(str(tiny_model), each) for each in (given, arguments)]
+    assert models[0].needed_bytes() - models[1].needed_bytes() == size
+    cards = [each.card() for each in models]
+    assert cards[0] is not None
+    assert cards[1] is not None
+    assert cards[0].memory_bytes - cards[1].memory_bytes == size
+    available = psutil.virtual_memory()._replace(available=plain.engine.memory.total)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    with pytest.raises(MemoryEstimateError, match="`adapters` "):
+        load(str(tiny_model), adapters=adapters, **SIZES)
 
 
 def test_adapters_need_the_native_kernels(tiny_model: Path, adapters: dict[str, Path]) -> None:
