@@ -1,7 +1,7 @@
 """Options of an application on Ray Serve, checked before any replica is started."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,7 +69,7 @@ class Arguments(BaseModel):
     @property
     def load_arguments(self) -> LoadArguments:
         """Arguments of the replicas that answer; those that compute prompts have no adapters."""
-        return LoadArguments(**self.engine_arguments, adapters=self.adapters)
+        return cast(LoadArguments, {**self.engine_arguments, "adapters": self.adapters})
 
     @property
     def serve_options(self) -> ServeOptions:

@@ -212,8 +212,7 @@ def test_an_adapter_whose_client_goes_away_is_served(
         with suppress(asyncio.CancelledError):
             await client
         ready.set()
-        while "late" not in pool.adapters.all:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(until, lambda: "late" in pool.adapters.all)
         names = list(pool.adapters.all), list(llm.adapters)
         await unload_adapter(call)
         return names
