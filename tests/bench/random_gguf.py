@@ -120,9 +120,8 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape, name: str) -> None:
         writer.add_expert_used_count(shape.used)
         writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
-    attends = [shape.attends(layer) for layer in range(shape.layers)]
-    kv_heads = [shape.kv_heads if each else 0 for each in attends]
-    writer.add_head_count_kv(shape.kv_heads if all(attends) else kv_heads)
+    kv_heads = [shape.kv_heads * shape.attends(layer) for layer in range(shape.layers)]
+    writer.add_head_count_kv(kv_heads if shape.mamba_heads else shape.kv_heads)
     if shape.mamba_heads:
         mamba_keys(writer, shape.mamba_heads)
     writer.add_layer_norm_rms_eps(1e-5)
