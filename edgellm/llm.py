@@ -22,7 +22,7 @@ from edgellm.checks import (
     check_texts,
     check_token_ids,
 )
-from edgellm.engine.adapters import adapter_bytes, for_adapters
+from edgellm.engine.adapters import AdapterSource, adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.auto_prefill import faster_provider
@@ -65,10 +65,6 @@ _log = logging.getLogger(__name__)
 _ENGINE = frozenset(EngineArguments.__annotations__)
 
 
-# Folder or file of an adapter, perhaps with a factor of its changes.
-AdapterSource = str | Path | tuple[str | Path, float]
-
-
 class LoadArguments(EngineArguments, total=False):
     """Keyword arguments of `load` but `progress`."""
 
@@ -92,12 +88,6 @@ def engine_options(arguments: LoadArguments) -> EngineOptions:
     engine = {name: value for name, value in arguments.items() if name in _ENGINE}
     options = EngineOptions(**engine)  # type: ignore[arg-type]
     return for_adapters(options) if arguments.get("adapters") else options
-
-
-def adapter_paths(adapters: Mapping[str, AdapterSource] | None) -> list[str | Path]:
-    """Return the paths of adapters in the arguments of `load`."""
-    sources = (adapters or {}).values()
-    return [source[0] if isinstance(source, tuple) else source for source in sources]
 
 
 def with_defaults(bundle: Bundle, defaults: GenerationArguments | None) -> Bundle:
@@ -156,7 +146,7 @@ def load(
         bundle,
         chosen,
         draft=draft,
-        adapters=adapter_bytes(adapter_paths(adapters)),
+        adapters=adapter_bytes(adapters),
         tails_only=faster is None,
         why_cpu=why_cpu,
         progress=progress,

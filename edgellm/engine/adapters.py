@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter, packed_b
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
+
+# Folder or file of an adapter, perhaps with a factor of its changes.
+AdapterSource = str | Path | tuple[str | Path, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,15 +108,16 @@ class Adapters:
             )
 
 
-def adapter_bytes(paths: Iterable[str | Path]) -> int:
-    """Return the bytes in memory of adapters, whose matrices are not read for it.
+def adapter_bytes(adapters: Mapping[str, AdapterSource] | None) -> int:
+    """Return the bytes in memory of adapters that are to be loaded; matrices are not read for it.
 
     Raises:
         ModelFormatError, UnsupportedModelError: see `open_adapter`.
     """
+    sources = (adapters or {}).values()
+    paths = (source[0] if isinstance(source, tuple) else source for source in sources)
     changes = (each for path in paths for each in open_adapter(Path(path)).changes.values())
-    shapes = ((change.a.shape, change.b.shape) for change in changes)
-    return sum(packed_bytes(a, b) for a, b in shapes)
+    return sum(packed_bytes(change.a.shape, change.b.shape) for change in changes)
 
 
 def for_adapters(options: EngineOptions) -> EngineOptions:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edgellm.engine.adapters import AdapterSource
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationArguments
-from edgellm.llm import AdapterSource, load
+from edgellm.llm import load
 from edgellm.options import EngineArguments
 from edgellm.store.sources import DEFAULT_MODEL
 from edgellm.text.prompt import Message

@@ -9,16 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.backends.selection import precisions_of, select
-from edgellm.engine.adapters import adapter_bytes
+from edgellm.engine.adapters import AdapterSource, adapter_bytes
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import (
     LLM,
-    AdapterSource,
     LoadArguments,
-    adapter_paths,
     engine_options,
     load,
     with_defaults,
@@ -83,7 +81,7 @@ def served_model(
     def needed_bytes() -> int:
         bundle, used, _ = prepare_for(source, options, progress=progress)
         draft = prepare_draft(bundle, used, progress=progress)
-        adapters = adapter_bytes(adapter_paths(arguments.get("adapters")))
+        adapters = adapter_bytes(arguments.get("adapters"))
         selection = select(used, bundle.config)
         return estimate(bundle, used, selection, draft=draft, adapters=adapters).models
 
@@ -94,12 +92,11 @@ def served_model(
         draft = None
         if options.draft is not None:
             draft = prepared(options.draft, precisions=(PACKED,))
-        paths = adapter_paths(arguments.get("adapters"))
         return card_on_disk(
             with_defaults(bundle, arguments.get("defaults")),
             options,
             draft=draft,
-            adapters=adapter_bytes(paths),
+            adapters=adapter_bytes(arguments.get("adapters")),
         )
 
     return ServedModel(
