@@ -35,8 +35,8 @@ class KnownModel:
         megabytes: size of the file, as published.
         use: purpose of the model, in words.
         system: system prompt of conversations that have none of their own; None: the template's.
-        memory: megabytes of the process at most, as measured with a prompt of 3,630 tokens, or of
-            2,000 where the context ends before; None: not measured.
+        memory: megabytes of the process at most, as measured with a prompt of 3,630 tokens; None:
+            not measured.
     """
 
     spec: str
@@ -54,7 +54,7 @@ KNOWN = {
         "to try the program; it makes things up",
         # with its template's own ("named SmolLM, trained by Hugging Face") it knows no capital
         system="You are a helpful assistant.",
-        memory=209,
+        memory=255,
     ),
     "smollm2-360m": KnownModel(
         "hf:HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0", 386, "short answers in English"
