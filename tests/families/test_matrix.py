@@ -11,7 +11,7 @@ TRITON = ("gemma3_text", "qwen3_moe_mixed")
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
-    *("granitemoehybrid_experts", "qwen3_5_moe_text"),
+    *("granitemoehybrid_experts", "qwen3_5_moe_text", "qwen3_next"),
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")

@@ -176,6 +176,13 @@ def qwen35moe(w: gguf.GGUFWriter) -> None:
     _delta_sizes(w, key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4)
 
 
+def qwen3next(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(8)
+    w.add_array("qwen3next.attention.recurrent_layers", [True, False, True])
+    w.add_expert_shared_feed_forward_length(64)
+    _delta_sizes(w, key_heads=2, value_heads=6, key_dim=16, value_dim=32, taps=4)
+
+
 def _delta_sizes(
     w: gguf.GGUFWriter, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int
 ) -> None:
@@ -255,6 +262,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "lfm2": (ARCH.LFM2, lfm2, {}),
     "qwen3_5_text_even": (ARCH.QWEN35, qwen35_even, {}),
     "qwen3_5_moe_text": (ARCH.QWEN35MOE, qwen35moe, {}),
+    "qwen3_next": (ARCH.QWEN3NEXT, qwen3next, {"mlp_only_layers": []}),
     "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
@@ -277,7 +285,10 @@ EXACT = (
     *("ffn_gate_inp.weight", "shortconv.conv.weight"),
     *("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
 )
-PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35, ARCH.QWEN35MOE)
+PLUS_ONE = (
+    *(ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3),
+    *(ARCH.QWEN35, ARCH.QWEN35MOE, ARCH.QWEN3NEXT),
+)
 
 
 def convert(
@@ -302,6 +313,8 @@ def convert(
     loaded = load_file(folder / "model.safetensors")
     if arch == ARCH.GRANITE_HYBRID:
         loaded = hybrid(loaded, config)
+    if arch == ARCH.QWEN3NEXT:
+        loaded = qkv_and_z(loaded, config)
     for key, values in stacked(loaded).items():
         if key.endswith("layer_scalar"):  # a vector without a suffix
             key += ".weight"
@@ -375,6 +388,9 @@ def delta_net(key: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarra
         split = rows.reshape(keys, heads // keys, len(rows) // heads, *rows.shape[1:])
         return split.swapaxes(0, 1).reshape(rows.shape)
 
+    if config.model_type == "qwen3_next":
+        values = -np.exp(values) if part == "A_log" else values.squeeze()
+        return key.replace("dt_bias", "dt_proj.bias"), values
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         return key, np.concatenate([values[:first], tiled(values[first:])]).squeeze()
     if part == "out_proj.weight":
@@ -384,6 +400,23 @@ def delta_net(key: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarra
     if part == "A_log":
         values = -np.exp(values)
     return key.replace("dt_bias", "dt_proj.bias"), tiled(values)
+
+
+def qkv_and_z(tensors: Tensors, config: Any) -> Tensors:
+    """As `Qwen3NextModel` of the converter since January 2026: q of all heads, k, v; then z."""
+    left = {}
+    heads, dim = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // heads * config.linear_value_head_dim
+    for key, rows in tensors.items():
+        if not key.endswith("in_proj_qkvz.weight"):
+            left[key] = rows
+            continue
+        split = rows.reshape(heads, -1, rows.shape[1])
+        parts = np.split(split, [dim, 2 * dim, 2 * dim + values], axis=1)
+        *qkv, z = (part.reshape(-1, rows.shape[1]) for part in parts)
+        left[key.replace("qkvz", "qkv")] = np.concatenate(qkv)
+        left[key.replace("qkvz", "z")] = z
+    return left
 
 
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
