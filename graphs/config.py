@@ -28,7 +28,8 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "k_as_v": False,
         "kv_from": None,
     },
-    "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
+    "experts": {"scores": "softmax", "bias": False, "selection_bias": False, "scaled": False},
+    "shared": {"beside": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
@@ -214,6 +215,8 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
     values = asdict(layer)
     if layer.experts is not None:
         _leave_out(values["experts"], _LATER["experts"])
+    if layer.shared is not None:
+        _leave_out(values["shared"], _LATER["shared"])
     _leave_out(values["mixer"], _LATER["mixer"])
     _leave_out(values, _LATER["layer"])
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}

@@ -314,10 +314,13 @@ class SharedExpert:
     Attributes:
         routed: whether its output counts by the sigmoid of a product with the row; else it is
             added as it is.
+        beside: whether it is an MLP beside the experts: it reads what the layer's norm gives, they
+            and their router read what norms of their own give, and norms are behind both.
     """
 
     intermediate: int
     routed: bool = False
+    beside: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -348,6 +351,8 @@ class LayerConfig:
             _check_experts(self.experts, self.mlp)
         elif self.shared is not None:
             raise ModelFormatError("model config: a shared expert in a layer without experts")
+        if self.shared is not None and self.shared.beside:
+            _check_beside(self)
 
     @property
     def attention(self) -> Attention:
@@ -396,6 +401,14 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         )
     if not mlp.gated:
         raise UnsupportedModelError("model config: experts without a gate; supported is one")
+
+
+def _check_beside(layer: LayerConfig) -> None:
+    if layer.norms != "sandwich" or (layer.shared is not None and layer.shared.routed):
+        raise UnsupportedModelError(
+            "model config: an MLP beside experts; supported is one in a layer with norms on both "
+            "sides, that counts whole"
+        )
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:

@@ -68,7 +68,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
     A layer with X experts has a router [X, E], router_bias and selection_bias [X] before the gate,
     and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
-    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
+    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S]. Where it is
+    an MLP beside the experts, router_norm [E] (of the residual, times any number that the router
+    divides by) comes before the router, experts_norm [E] before the gate, and shared_post_norm and
+    experts_post_norm [E] come last. expert_scale [X] has factors of the experts' shares.
     Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
@@ -175,14 +178,20 @@ def mixer_inputs(config: ModelConfig, layer: int) -> list[str]:
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
     mlp, experts = layer.mlp, layer.experts
     count = 1 if experts is None else experts.experts
+    beside = layer.shared is not None and layer.shared.beside
+    if beside:
+        yield TensorSpec("router_norm", (e,), "vector")
     if experts is not None:
         yield TensorSpec("router", (count, e), "router")
         for name, there in (
             ("router_bias", experts.bias),
             ("selection_bias", experts.selection_bias),
+            ("expert_scale", experts.scaled),
         ):
             if there:
                 yield TensorSpec(name, (count,), "vector")
+    if beside:
+        yield TensorSpec("experts_norm", (e,), "vector")
     shapes = {"gate": (mlp.intermediate, e), "up": (mlp.intermediate, e)}
     shapes["down"] = (e, mlp.intermediate)
     for name, (outputs, inputs) in shapes.items():
@@ -197,6 +206,9 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
             yield TensorSpec("shared_router", (e,), "vector")
         for name, shape in (("gate", (size, e)), ("up", (size, e)), ("down", (e, size))):
             yield TensorSpec(f"shared_{name}", shape, "linear")
+    if beside:
+        for name in ("shared_post_norm", "experts_post_norm"):
+            yield TensorSpec(name, (e,), "vector")
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:

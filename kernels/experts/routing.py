@@ -24,6 +24,7 @@ class Routing:
         bias: whether the logits have a bias.
         selection_bias: whether the scores have a bias that counts in the choice alone
             (Wang et al., arXiv:2408.15664).
+        scaled: whether the share of each expert is multiplied by a number of its own.
     """
 
     experts: int
@@ -33,6 +34,7 @@ class Routing:
     scores: Scores = "softmax"
     bias: bool = False
     selection_bias: bool = False
+    scaled: bool = False
 
 
 def not_on_gpu(routing: Routing) -> list[str]:

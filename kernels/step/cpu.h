@@ -484,6 +484,7 @@ private:
         every_row(worker, [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
             const float* x = b_.residual + r * hidden;
+            if (layer.shared.experts_norm) return enter_beside(r, layer);
             if (layer.mlp_norm.weight)
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
@@ -494,8 +495,29 @@ private:
         b_.experts.run(worker, model_, l, b_.x);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
+            if (layer.shared.post_norm) return join_beside(r, layer);
             b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
+    }
+
+    // The rows that an MLP beside experts reads, that these read, and that their router reads.
+    void enter_beside(int r, const edgellm::Layer& layer) const {
+        const float* x = b_.residual + size_t(r) * model_.hidden;
+        const edgellm::SharedExpert& shared = layer.shared;
+        scaled_norm(x, {shared.experts_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.normed(r));
+        scaled_norm(x, {shared.router_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.routed(r));
+        normalize(layer.mlp_norm, r, false);
+    }
+
+    // What they give together, which the norm behind the layer's MLPs takes.
+    void join_beside(int r, const edgellm::Layer& layer) const {
+        const edgellm::SharedExpert& shared = layer.shared;
+        float* out = b_.branch + size_t(r) * model_.hidden;
+        float* sum = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
+        b_.experts.sum(layer, r, sum, false);
+        scaled_norm(sum, {shared.experts_post_norm, nullptr}, model_.hidden, model_.epsilon, out);
+        scaled_norm(b_.experts.shared_out(r), {shared.post_norm, nullptr}, model_.hidden, model_.epsilon, sum);
+        add_to(out, sum, model_.hidden);
     }
 
     void add_input(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {

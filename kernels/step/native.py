@@ -35,6 +35,7 @@ from edgellm.kernels.step.span import (
 )
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
+    BESIDE,
     VECTORS,
     LayerInput,
     LayerWeights,
@@ -56,7 +57,7 @@ class _Router(ctypes.Structure):
     """Router of a layer; the fields are those of call.h, in their order."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection", "scales")),
         *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
         ("scale", ctypes.c_float),
     ]
@@ -67,9 +68,9 @@ class _Router(ctypes.Structure):
         if routing is None:
             return cls()
         return cls(
-            *map(address, (layer.router, layer.router_bias, layer.selection_bias)),
-            routing.experts,
-            routing.used,
+            *map(address, (layer.router, layer.router_bias)),
+            *map(address, (layer.selection_bias, layer.expert_scale)),
+            *(routing.experts, routing.used),
             routing.normalized,
             routing.scores == "sigmoid",
             routing.scale,
@@ -81,14 +82,15 @@ class _SharedExpert(ctypes.Structure):
 
     _fields_ = [
         *((name, LinearLayer) for name in ("gate", "up", "down")),
-        ("router", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("router", *BESIDE)),
     ]
 
     @classmethod
     def of(cls, layer: LayerWeights) -> _SharedExpert:
         if layer.shared is None:
             return cls()
-        return cls(*map(layer_of, layer.shared), address(layer.shared_router))
+        vectors = (address(getattr(layer, name)) for name in ("shared_router", *BESIDE))
+        return cls(*map(layer_of, layer.shared), *vectors)
 
 
 class _LayerInput(ctypes.Structure):
@@ -103,8 +105,8 @@ class _LayerInput(ctypes.Structure):
     def of(cls, given: LayerInput | None) -> _LayerInput:
         if given is None:
             return cls()
-        linears = map(layer_of, (given.context, given.gate, given.output))
-        return cls(*linears, address(given.post_norm))
+        linears = given.context, given.gate, given.output
+        return cls(*map(layer_of, linears), address(given.post_norm))
 
 
 class _Layer(ctypes.Structure):

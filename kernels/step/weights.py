@@ -84,6 +84,11 @@ class LayerWeights:
         routing: choice of experts by the router's logits; None without a router.
         shared_gate, shared_up, shared_down: expert that all rows go through beside the chosen ones.
         shared_router: weight `[E]` whose product's sigmoid is that expert's share; None: 1.
+        expert_scale: factors of the shares of the experts, `[experts]`, or None.
+        shared_post_norm, experts_post_norm: norms of the outputs of the shared expert and of all
+            others before they are added, of a shared expert that is an MLP beside the experts.
+        experts_norm, router_norm: norms of the residual that these experts and their router read;
+            the shared expert alone reads what `mlp_norm` gives then.
         sinks: for each query head a score without key and value, `[heads]`.
         head_norms: norms of Q and K, or None.
         rope: index of the RoPE table that turns Q and K.
@@ -130,6 +135,11 @@ class LayerWeights:
     shared_up: PackedWeights | None = None
     shared_down: PackedWeights | None = None
     shared_router: Floats | None = None
+    expert_scale: Floats | None = None
+    shared_post_norm: Floats | None = None
+    experts_post_norm: Floats | None = None
+    experts_norm: Floats | None = None
+    router_norm: Floats | None = None
     sinks: Floats | None = None
     head_norms: HeadNorms | None = None
     activation: Activation = "silu"
@@ -195,6 +205,9 @@ VECTORS = {
     "post_mlp_norm": "hidden",
     "post_mlp_norm_bias": "hidden",
 }
+
+# Norms of a layer whose shared expert is an MLP beside the others, in the order of call.h.
+BESIDE = ("shared_post_norm", "experts_post_norm", "experts_norm", "router_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,21 +385,26 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
             f"{experts} experts have {layer.up.outputs} outputs of up; needed are as many for "
             f"each, in pairs of panels of {PANEL}"
         )
-    biases = {"router_bias": routing.bias, "selection_bias": routing.selection_bias}
-    for name, needed in biases.items():
-        bias = getattr(layer, name)
-        _require(f"{name} is there", bias is not None, needed)
-        if bias is not None:
-            _require_floats(name, bias, experts)
+    vectors = {
+        "router_bias": routing.bias,
+        "selection_bias": routing.selection_bias,
+        "expert_scale": routing.scaled,
+    }
+    for name, needed in vectors.items():
+        vector = getattr(layer, name)
+        _require(f"{name} is there", vector is not None, needed)
+        if vector is not None:
+            _require_floats(name, vector, experts)
     _check_shared(layer, hidden)
     return experts
 
 
 def _check_shared(layer: LayerWeights, hidden: int) -> None:
     """Check the shared expert of a layer, if there is one."""
-    parts = layer.shared_gate, layer.shared_up, layer.shared_down
+    parts = layer.shared_gate, layer.shared_up, layer.shared_down, layer.shared_router
+    norms = [getattr(layer, name) for name in BESIDE]
     if layer.shared is None:
-        if any(part is not None for part in (*parts, layer.shared_router)):
+        if any(part is not None for part in (*parts, *norms)):
             raise ValueError("a part of a shared expert; needed are gate, up and down")
         return
     gate, up, down = layer.shared
@@ -397,6 +415,14 @@ def _check_shared(layer: LayerWeights, hidden: int) -> None:
         raise ValueError(f"shared_up has {up.outputs} outputs; needed are pairs of panels")
     if layer.shared_router is not None:
         _require_floats("shared_router", layer.shared_router, hidden)
+    if all(each is None for each in norms):
+        return
+    if any(each is None for each in (*norms, layer.mlp_norm, layer.post_mlp_norm)):
+        raise ValueError("an MLP beside experts; needed are its norms, theirs and the layer's")
+    if layer.mlp_norm_bias is not None or layer.shared_router is not None:
+        raise ValueError("an MLP beside experts with a layer norm or a share; needed is neither")
+    for name, weight in zip(BESIDE, norms, strict=True):
+        _require_floats(name, weight, hidden)
 
 
 def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:

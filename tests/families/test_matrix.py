@@ -12,6 +12,7 @@ PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe
 SPECIAL_EXPERTS = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
     *("granitemoehybrid_experts", "qwen3_5_moe_text", "qwen3_next"),
+    "gemma4_experts",
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")

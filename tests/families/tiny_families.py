@@ -106,6 +106,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma4_unified": ("Gemma4UnifiedText", {**_GEMMA4, "attention_k_eq_v": True}),
+    "gemma4_experts": (
+        "Gemma4Text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "phi3": ("Phi3", {"sliding_window": 24, "rope_parameters": _DEFAULT}),
     "phi3_longrope": (
         "Phi3",

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_model import HYBRIDS, Model, Shape, View, span_of
+from model_shapes import HYBRIDS, Shape
+from random_model import Model, View, span_of
 
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
 from edgellm.kernels.step import FusedStep, StepSpan
