@@ -38,7 +38,9 @@ MIXTURES = (
 )
 # Adapters of these are refused, or their layers without states were not tried.
 NOT_READ = tuple(
-    name for name in FAMILIES if name.startswith(("gemma4", "qwen3_5", "granitemoehybrid_"))
+    name
+    for name in FAMILIES
+    if name.startswith(("gemma4", "qwen3_5", "qwen3_next", "granitemoehybrid_"))
 )
 
 
