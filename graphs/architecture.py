@@ -161,6 +161,7 @@ HF_FUSED_MLP: Names = {
 
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "glm4moe": "glm4_moe",
@@ -179,7 +180,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
 _MISSING: Mapping[str, tuple[str, ...]] = {
     "a router of another kind": ("phimoe",),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh",
+        "bamba", "hybrid", "jamba", "mamba", "nemotronh",
         "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),

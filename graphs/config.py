@@ -20,10 +20,11 @@ _LARGEST = {
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "layer": {"experts": None, "shared": None, "scaled": False},
+    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None},
     "mixer": {
         "sinks": False,
         "output_gate": False,
+        "gate_norm": True,
         "v_norm": False,
         "k_as_v": False,
         "kv_from": None,
@@ -97,6 +98,8 @@ class ModelConfig:
             if layer.shared is not None:
                 _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
+            if layer.beside is not None:
+                _check_groups("size", layer.beside.size)
             if not layer.attends:
                 continue
             if not 0 <= layer.attention.rope < len(self.ropes):
@@ -174,8 +177,8 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state in place of K and V."""
-        return not all(layer.attends for layer in self.layers)
+        """Whether some layer keeps a state, in place of K and V or beside them."""
+        return any(layer.state_mixer is not None for layer in self.layers)
 
     @property
     def native_parts(self) -> str:

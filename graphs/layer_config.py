@@ -186,6 +186,7 @@ class Mamba2:
         taps: rows that a row's convolution sees, itself included.
         norm_eps: number added to the mean squares of the norm.
         conv_bias: whether the convolution has a bias.
+        gate_norm: whether the gated output is normalized.
     """
 
     heads: int
@@ -195,6 +196,7 @@ class Mamba2:
     taps: int
     norm_eps: float
     conv_bias: bool = True
+    gate_norm: bool = True
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -283,7 +285,9 @@ class DeltaNet:
         return (self.taps - 1) * self.channels + matrices
 
 
-# What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
+# What keeps a state of `state_size` in place of K and V.
+StateMixer = ShortConv | Mamba2 | DeltaNet
+# What mixes the rows of a sequence in a layer.
 Mixer = Attention | ShortConv | Mamba2 | DeltaNet
 
 
@@ -337,6 +341,8 @@ class LayerConfig:
         experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
         scaled: whether the residual is multiplied by a number of the layer's at its end.
         shared: expert beside the chosen ones, with their activation; None: there is none.
+        beside: mixer that reads the same rows as attention, and whose output is added as well, so
+            that the layer has K and V and a state; None: there is none.
     """
 
     mixer: Mixer
@@ -345,6 +351,7 @@ class LayerConfig:
     experts: Routing | None = None
     scaled: bool = False
     shared: SharedExpert | None = None
+    beside: Mamba2 | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -353,6 +360,11 @@ class LayerConfig:
             raise ModelFormatError("model config: a shared expert in a layer without experts")
         if self.shared is not None and self.shared.beside:
             _check_beside(self)
+        if self.beside is not None and not (self.attends and self.norms == "pre"):
+            raise UnsupportedModelError(
+                "model config: a mixer beside another one; supported is one beside attention, in a "
+                "layer without norms of outputs"
+            )
 
     @property
     def attention(self) -> Attention:
@@ -375,8 +387,13 @@ class LayerConfig:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has K and V, and no state."""
+        """Whether the layer has K and V."""
         return isinstance(self.mixer, Attention)
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        """Mixer of the layer that keeps a state; None: there is none."""
+        return self.beside if isinstance(self.mixer, Attention) else self.mixer
 
     @property
     def norms_inputs(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
@@ -72,6 +72,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     an MLP beside the experts, router_norm [E] (of the residual, times any number that the router
     divides by) comes before the router, experts_norm [E] before the gate, and shared_post_norm and
     experts_post_norm [E] come last. expert_scale [X] has factors of the experts' shares.
+    A Mamba-2 beside attention comes behind it, and its output projection is mamba_o.
     Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
@@ -89,6 +90,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     if here.norms_inputs:
         norm("attention_norm")
     specs += _MIXERS[type(here.mixer)](here.mixer, e)
+    if here.beside is not None:
+        beside = _mamba2_tensors(here.beside, e)
+        specs += (replace(s, name="mamba_o") if s.name == "o" else s for s in beside)
     if here.norms_outputs:
         norm("post_attention_norm")
     if here.norms_inputs:
@@ -145,7 +149,8 @@ def _mamba2_tensors(mamba: Mamba2, e: int) -> Iterator[TensorSpec]:
         yield TensorSpec("conv_bias", (mamba.channels,), "vector")
     for name in ("dt_bias", "decay", "skip"):
         yield TensorSpec(name, (mamba.heads,), "vector")
-    yield TensorSpec("mamba_norm", (mamba.size,), "vector")
+    if mamba.gate_norm:
+        yield TensorSpec("mamba_norm", (mamba.size,), "vector")
     yield TensorSpec("o", (e, mamba.size), "linear")
 
 

@@ -99,15 +99,15 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     layers: dict[Group, list[int]] = {}  # by the group without its layers
     readers: dict[Group, list[tuple[int, int]]] = {}
     for index, layer in enumerate(config.layers):
-        mixer = layer.mixer
+        mixer, states = layer.mixer, layer.state_mixer
         if isinstance(mixer, Attention):
-            kind: Group = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
-        else:
-            kind = StateGroup((), mixer.state_size)
-        if isinstance(mixer, Attention) and mixer.kv_from is not None:
-            readers.setdefault(kind, []).append((index, mixer.kv_from))
-        else:
-            layers.setdefault(kind, []).append(index)
+            kind = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
+            if mixer.kv_from is None:
+                layers.setdefault(kind, []).append(index)
+            else:
+                readers.setdefault(kind, []).append((index, mixer.kv_from))
+        if states is not None:
+            layers.setdefault(StateGroup((), states.state_size), []).append(index)
     return tuple(
         replace(kind, layers=tuple(members), readers=tuple(readers.get(kind, ())))
         if isinstance(kind, CacheGroup)
@@ -119,17 +119,28 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
 def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Return the group number of each layer of a model, and its place among the group's layers.
 
-    A layer that reads K and V of another one has that one's place.
+    A layer that reads K and V of another one has that one's place. One that has K and V and a state
+    has the place of K and V.
     """
-    at = {
-        layer: (g, slot)
-        for g, group in enumerate(groups)
-        for slot, layer in enumerate(group.layers)
-    }
+    at = {layer: (number, 0) for layer, number in state_groups(groups).items()}
+    for g, group in enumerate(groups):
+        for slot, layer in enumerate(group.layers):
+            if isinstance(group, CacheGroup) or at[layer][0] == g:
+                at[layer] = g, slot
     for group in groups:
         if isinstance(group, CacheGroup):
             at |= {layer: at[source] for layer, source in group.readers}
     return [at[layer] for layer in range(len(at))]
+
+
+def state_groups(groups: Sequence[Group]) -> dict[int, int]:
+    """Map each layer that keeps a state to the number of its group."""
+    return {
+        layer: number
+        for number, group in enumerate(groups)
+        if isinstance(group, StateGroup)
+        for layer in group.layers
+    }
 
 
 def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:

@@ -59,6 +59,8 @@ class ExpertSegment:
             parts = [self._product(f"{name}.q", x), *self._keys_and_values(mixer, x, handed_on)]
             if mixer.output_gate:
                 parts.append(self._product(f"{name}.q_gate", x))
+            if self._config.layers[self._index].beside is not None:
+                parts.append(self._product(f"{name}.mamba_in", x))
         else:
             names = mixer_inputs(self._config, self._index)
             parts = [self._product(f"{name}.{part}", x) for part in names]
@@ -79,7 +81,10 @@ class ExpertSegment:
         return [k, v]
 
     def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:
-        added = self._product(f"{name}.o", inputs[contract.ATTENTION])
+        mixed, beside = inputs[contract.ATTENTION], self._config.layers[self._index - 1].beside
+        added = self._product(f"{name}.o", mixed[:, : len(self._tensor(f"{name}.o")[0])])
+        if beside is not None:
+            added = added + self._product(f"{name}.mamba_o", mixed[:, -beside.size :])
         residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
         if self._config.layer_embedding is not None:

@@ -102,6 +102,8 @@ def through(
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
+        if layer.beside is not None:
+            x = x + product(_mixed(normed, layer.beside, product, weights.epsilon), "mamba_o")
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
         added = _feed_forward(x, layer, product_of, weights.epsilon)
         x = x + norm(added, *post, weights.epsilon)

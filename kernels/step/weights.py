@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
+from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_append.norms import HeadNorms
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL, PackedWeights
@@ -70,6 +71,8 @@ class LayerWeights:
         kv_from: index of the layer whose K and V this one reads; None: its own.
         q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
+        beside, mamba_o, beside_pool: Mamba-2 that reads the same rows as attention, its output
+            projection, and the pool with its states; or None.
         gate: weight of the gate; None where the MLP is `down(activation(up(x)))`.
         attention_norm, mlp_norm: norms before attention and MLP; None where these read the residual
             as it is.
@@ -111,6 +114,9 @@ class LayerWeights:
     kv_from: int | None = None
     q_gate: PackedWeights | None = None
     mixer: StateMixer | None = None
+    beside: Mamba2Weights | None = None
+    mamba_o: PackedWeights | None = None
+    beside_pool: int = 0
     gate: PackedWeights | None = None
     attention_norm: Floats | None = None
     attention_norm_bias: Floats | None = None
@@ -156,6 +162,12 @@ class LayerWeights:
         return self.o.inputs // self.heads
 
     @property
+    def pools(self) -> tuple[int, ...]:
+        """Pools that have something of the layer's own."""
+        own = () if self.kv_from is not None else (self.pool,)
+        return own if self.beside is None else (*own, self.beside_pool)
+
+    @property
     def kv_heads(self) -> int:
         """KV heads of the layer's own; 0 where it reads those of another layer."""
         return 0 if self.k is None else self.k.outputs // self.head_dim
@@ -183,7 +195,8 @@ class LayerWeights:
         given = self.input
         inputs = () if given is None else (given.context, given.gate, given.output)
         mlp = (self.gate, self.up, self.down, *(self.shared or ()))
-        every = (*mixer, self.q_gate, self.o, *mlp, *inputs)
+        beside = () if self.beside is None else (*self.beside.linears, self.mamba_o)
+        every = (*mixer, self.q_gate, self.o, *beside, *mlp, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
@@ -205,9 +218,6 @@ VECTORS = {
     "post_mlp_norm": "hidden",
     "post_mlp_norm_bias": "hidden",
 }
-
-# Norms of a layer whose shared expert is an MLP beside the others, in the order of call.h.
-BESIDE = ("shared_post_norm", "experts_post_norm", "experts_norm", "router_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +245,19 @@ class Weights:
     @property
     def slots(self) -> list[int]:
         """Index of each layer, or of the one whose K and V it reads, among those of its pool."""
-        own: dict[int, int] = {}
-        for index, layer in enumerate(self.layers):
-            if layer.kv_from is None:
-                own[index] = sum(self.layers[other].pool == layer.pool for other in own)
         owners = (index if x.kv_from is None else x.kv_from for index, x in enumerate(self.layers))
-        return [own[owner] for owner in owners]
+        return [self._slot(owner, self.layers[owner].pool) for owner in owners]
+
+    @property
+    def beside_slots(self) -> list[int]:
+        """Index of each layer's mixer beside attention among those of its pool; else 0."""
+        return [
+            0 if layer.beside is None else self._slot(index, layer.beside_pool)
+            for index, layer in enumerate(self.layers)
+        ]
+
+    def _slot(self, index: int, pool: int) -> int:
+        return sum(pool in layer.pools for layer in self.layers[:index])
 
     @property
     def nbytes(self) -> int:
@@ -286,6 +303,7 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         layer.mixer.check(hidden)
         _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
+    _check_beside(layer, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
@@ -302,6 +320,18 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
         if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
             raise ValueError(f"{name} without a norm")
+
+
+def _check_beside(layer: LayerWeights, hidden: int) -> None:
+    """Check the mixer beside attention, if there is one."""
+    if layer.beside is None or layer.mamba_o is None:
+        _require("mamba_o and beside", (layer.mamba_o, layer.beside), (None, None))
+        return
+    if layer.mixer is not None or layer.post_attention_norm is not None:
+        raise ValueError("a mixer beside another one; needed is attention without a norm behind it")
+    layer.beside.check(hidden)
+    shape = layer.mamba_o.outputs, layer.mamba_o.inputs
+    _require("mamba_o", shape, (hidden, layer.beside.size))
 
 
 def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
@@ -432,9 +462,9 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
     needed: list[tuple[int, ...]] = []
-    for number in range(1 + max(layer.pool for layer in weights.layers)):
-        members = [x for x in weights.layers if x.pool == number and x.kv_from is None]
-        sizes = {_pool_sizes(layer) for layer in members}
+    for number in range(1 + max(pool for layer in weights.layers for pool in layer.pools)):
+        members = [x for x in weights.layers if number in x.pools]
+        sizes = {_pool_sizes(layer, number) for layer in members}
         if len(sizes) != 1:
             raise ValueError(
                 f"layers of pool {number} have KV heads and head_dim, or states of the sizes "
@@ -474,7 +504,9 @@ def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
             _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
 
 
-def _pool_sizes(layer: LayerWeights) -> tuple[int, ...]:
+def _pool_sizes(layer: LayerWeights, pool: int) -> tuple[int, ...]:
+    if layer.beside is not None and pool == layer.beside_pool:
+        return (layer.beside.state_size,)
     if layer.mixer is None:
         return layer.kv_heads, layer.head_dim
     return (layer.mixer.state_size,)

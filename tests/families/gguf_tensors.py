@@ -100,10 +100,34 @@ def stacked(tensors: Tensors) -> Tensors:
     return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
 
 
+def multiplied(tensors: Tensors, config: Any) -> Tensors:
+    """As `FalconH1Model` of the converter: all factors are in the tensors."""
+    left, inner = {}, config.mamba_d_ssm
+    shared = config.mamba_n_groups * config.mamba_d_state
+    rows = np.repeat(
+        np.float32(config.ssm_multipliers), (inner, inner, shared, shared, config.mamba_n_heads)
+    )
+    factors = {
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "in_proj": config.ssm_in_multiplier * rows[:, None],
+        "out_proj": config.ssm_out_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+    }
+    for key, values in tensors.items():
+        left[key] = values * np.float32(factors.get(key.split(".")[-2], 1))
+    return left
+
+
 def hybrid(tensors: Tensors, config: Any) -> Tensors:
     """With gate and up apart, and vectors of Mamba-2 as `Mamba2Model` of the converter has them."""
     left: Tensors = {}
-    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
+    mlp = "mlp.shared_experts" if getattr(config, "num_local_experts", 0) else "mlp"
     for key, values in tensors.items():
         module, _, part = key.removesuffix(".weight").rpartition(".")
         if module.endswith("block_sparse_moe") or part == "layer":

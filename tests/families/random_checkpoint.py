@@ -214,6 +214,9 @@ def after_attention(
     """The residual behind a layer."""
     name, here = f"layers.{layer}", checkpoint.config.layers[layer]
     added = product(checkpoint, f"{name}.o", attended)
+    if here.beside is not None:
+        rows = normed(checkpoint, f"{name}.attention_norm", residual)
+        added = added + product(checkpoint, f"{name}.mamba_o", mamba2(checkpoint, layer, rows, {}))
     residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
     if here.experts is not None:
@@ -291,7 +294,7 @@ def short_conv(checkpoint: Any, layer: int, x: np.ndarray, _: Kept) -> np.ndarra
 
 def mamba2(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
     """The Mamba-2 of normed rows, which its own tests compare with transformers."""
-    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].mixer
+    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].state_mixer
     vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
     rows = product(checkpoint, f"{name}.mamba_in", x)
     return reference.mix(rows, vectors, reference.State.zero(vectors))[0]

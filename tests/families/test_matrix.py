@@ -15,7 +15,10 @@ SPECIAL_EXPERTS = (
     "gemma4_experts",
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
-MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")
+MAMBAS = (
+    *("granitemoehybrid_mamba", "granitemoehybrid_narrow"),
+    *("falcon_h1", "falcon_h1_normed"),
+)
 WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
 SHARING = ("gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*SPECIAL_EXPERTS, *WITH_STATES, *SHARING)

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ k
 CASES = [
     *(("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")),
     *(("granitemoehybrid_mamba", "Q8_0"), ("qwen3_5_text", "folder")),
-    ("qwen3_5_text_even", "Q8_0"),
+    *(("qwen3_5_text_even", "Q8_0"), ("falcon_h1", "folder")),
 ]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}

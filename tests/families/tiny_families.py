@@ -69,6 +69,17 @@ _HYBRID = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-3,
 }
+_FALCON_H1 = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "rope_parameters": _DEFAULT,
+}
 # Name -> class of transformers without `Config` and `ForCausalLM`, and what its config says.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT}),
@@ -166,6 +177,34 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mamba_d_conv": 2,
             "mamba_conv_bias": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.5,
+            "ssm_multipliers": [0.8, 0.9, 1.1, 0.7, 1.4],
+            "mlp_multipliers": [0.9, 0.4],
+        },
+    ),
+    "falcon_h1_normed": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "num_hidden_layers": 2,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 2.0,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),

@@ -16,6 +16,7 @@ from gguf_tensors import (
     delta_net,
     fused,
     hybrid,
+    multiplied,
     of_gemma4,
     permuted,
     qkv_and_z,
@@ -108,6 +109,15 @@ def granite_hybrid(w: gguf.GGUFWriter) -> None:
     w.add_ssm_time_step_rank(8)
     w.add_rope_scaling_finetuned(False)
     granite_multipliers(w)
+
+
+def falcon_h1(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_ssm_conv_kernel(4)
+    w.add_ssm_state_size(16)
+    w.add_ssm_group_count(2)
+    w.add_ssm_inner_size(128)
+    w.add_ssm_time_step_rank(4)
 
 
 def granite_hybrid_experts(w: gguf.GGUFWriter) -> None:
@@ -324,7 +334,9 @@ def convert(
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
     loaded = load_file(folder / "model.safetensors")
-    if arch == ARCH.GRANITE_HYBRID:
+    if arch == ARCH.FALCON_H1:
+        loaded = multiplied(loaded, config)
+    if arch in (ARCH.GRANITE_HYBRID, ARCH.FALCON_H1):
         loaded = hybrid(loaded, config)
     if arch == ARCH.QWEN3NEXT:
         loaded = qkv_and_z(loaded, config)

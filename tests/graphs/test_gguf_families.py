@@ -12,7 +12,7 @@ import pytest
 import tiny_gguf
 from random_checkpoint import exact
 from tiny_families import make
-from tiny_gguf import FILES, Keys, convert, qwen35, write
+from tiny_gguf import FILES, Keys, convert, falcon_h1, qwen35, write
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
@@ -77,6 +77,24 @@ def test_value_heads_in_the_order_of_files(tmp_path: Path) -> None:
     opened, expected = open_checkpoint(path), open_checkpoint(tmp_path)
     nets = opened.config.layers[0].mixer, expected.config.layers[0].mixer
     assert nets[0] == replace(nets[1], tiled=True)  # type: ignore[type-var]
+    tokens = list(range(3, 40))
+    left, right = exact(opened, tokens)[1], exact(expected, tokens)[1]
+    assert np.square(left - right).mean() < 1e-10 * np.square(right).mean()
+
+
+def test_factors_that_files_have_in_their_tensors(tmp_path: Path) -> None:
+    """The folder has them in its config, and some of them in other places."""
+    make("falcon_h1", tmp_path)
+    opened, expected = (
+        open_checkpoint(path)
+        for path in (
+            convert(tmp_path, tmp_path / "m.gguf", gguf.MODEL_ARCH.FALCON_H1, falcon_h1),
+            tmp_path,
+        )
+    )
+    opened.refuse_unread()  # type: ignore[attr-defined]
+    assert opened.config.embedding_scale == 1
+    same_config(replace(opened.config, embedding_scale=3.0), expected.config)
     tokens = list(range(3, 40))
     left, right = exact(opened, tokens)[1], exact(expected, tokens)[1]
     assert np.square(left - right).mean() < 1e-10 * np.square(right).mean()

@@ -40,7 +40,7 @@ MIXTURES = (
 NOT_READ = tuple(
     name
     for name in FAMILIES
-    if name.startswith(("gemma4", "qwen3_5", "qwen3_next", "granitemoehybrid_"))
+    if name.startswith(("gemma4", "qwen3_5", "qwen3_next", "granitemoehybrid_", "falcon_h1"))
 )
 
 

@@ -27,6 +27,7 @@ class Parts:
     k_as_v: bool = False
     output_scale: float = 1.0
     mixer: str = "attention"
+    mamba_beside: bool = False
     output_gate: bool = False
     shared: int = 0  # outputs of the shared expert
     shared_router: bool = False
@@ -211,6 +212,13 @@ HYBRIDS = {
         layers=3,
         parts=Parts(norms="sandwich", qk_norm="head"),
         odd=Shape(12, 3, 16, parts=replace(MAMBA, norms="post", biases=True)),
+    ),
+    "mamba2 beside attention": Shape(
+        *(4, 2, 32),
+        layers=3,
+        bias=True,
+        parts=Parts(mamba_beside=True),
+        odd=Shape(4, 2, 32, bias=True, parts=Parts(biases=True, mamba_beside=True)),
     ),
     "delta_net": Shape(
         *(2, 1, 48),

@@ -147,6 +147,11 @@ class Model:
         if here.parts.mixer == "delta_net":
             return {"mixer": self._delta_net(prefix)}
         width = here.heads * here.head_dim
+        beside: dict[str, Any] = {}
+        if here.parts.mamba_beside:
+            mamba = self._mamba2(here, prefix, normed=not here.parts.biases)
+            mamba_o = self._linear(prefix + "mamba_o", self.shape.hidden, mamba.size)
+            beside = {"beside": mamba, "mamba_o": mamba_o, "beside_pool": 1}
         gate = {}
         if here.parts.output_gate:
             gate = {"q_gate": self._linear(prefix + "q_gate", width, self.shape.hidden)}
@@ -154,6 +159,7 @@ class Model:
             "q": self._linear(prefix + "q", width, self.shape.hidden),
             **self._keys_and_values(index),
             **gate,
+            **beside,
             "heads": here.heads,
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
@@ -189,7 +195,7 @@ class Model:
         table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
         return LayerTable(table=table, norm=self._vector(width, around=1.0))
 
-    def _mamba2(self, here: Shape, prefix: str) -> Mamba2Weights:
+    def _mamba2(self, here: Shape, prefix: str, *, normed: bool = True) -> Mamba2Weights:
         """KV heads stand for groups; a convolution has a bias where other parts have one."""
         inner, state_dim = here.heads * here.head_dim, 48
         channels = inner + 2 * here.kv_heads * state_dim
@@ -199,7 +205,8 @@ class Model:
             dt_bias=self._vector(here.heads),
             decay=-np.exp(self._vector(here.heads)),
             skip=self._vector(here.heads, around=0.5),
-            norm=self._vector(inner, around=1.0),
+            norm=self._vector(inner, around=1.0) if normed else None,
+            head_dim=here.head_dim,
             groups=here.kv_heads,
             epsilon=1e-3,
         )
@@ -312,10 +319,13 @@ class Model:
 
     def pools(self, format: str, *, blocks: int) -> list[KVBlocks | StateBlocks]:
         pools: list[KVBlocks | StateBlocks] = []
-        for number in sorted({layer.pool for layer in self.weights.layers}):
-            members = [x for x in self.weights.layers if x.pool == number and x.kv_from is None]
+        for number in sorted({pool for layer in self.weights.layers for pool in layer.pools}):
+            members = [x for x in self.weights.layers if number in x.pools]
             sizes = {"blocks": blocks, "layers": len(members)}
+            beside = members[0].beside
             mixer = members[0].mixer
+            if beside is not None and number == members[0].beside_pool:
+                mixer = beside
             if mixer is not None:
                 pools.append(allocate_states(**sizes, elements=mixer.state_size))
                 pools[-1].states[:] = np.nan
