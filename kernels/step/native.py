@@ -32,6 +32,7 @@ from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
 from edgellm.kernels.state_blocks import StateBlocks, StateView
+from edgellm.kernels.step.checks import check_adapter, check_pools, check_weights
 from edgellm.kernels.step.span import (
     LayerGroup,
     StepSpan,
@@ -45,9 +46,6 @@ from edgellm.kernels.step.weights import (
     LayerInput,
     LayerWeights,
     Weights,
-    check_adapter,
-    check_pools,
-    check_weights,
 )
 
 Floats = NDArray[np.float32]
