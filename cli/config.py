@@ -29,7 +29,7 @@ from edgellm import AdapterSource, LoadArguments
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.models import DEFAULT_MODEL
-from edgellm.options import EngineArguments, EngineOptions
+from edgellm.options import NO_DRAFT, EngineArguments, EngineOptions
 from edgellm.store.home import home
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def _model(name: str, values: Any, *, file: Path) -> ModelConfig:
         raise OptionError(f"{where}: {error}".replace("`", "'")) from None
     source = _beside(file, str(own["source"]))
     arguments: dict[str, Any] = {**engine}
-    if "draft" in engine:
+    if engine.get("draft", NO_DRAFT) != NO_DRAFT:
         arguments["draft"] = _beside(file, engine["draft"])
     if defaults:
         arguments["defaults"] = defaults

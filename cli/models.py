@@ -120,6 +120,9 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
     for precision in model.precisions:
         yield "precision", _precision_line(precision)
         yield "  weights", precision.weights
+    if model.mtp_bytes is not None:
+        size = f"MTP head: {model.mtp_bytes / 1e6:.1f} MB"
+        yield "drafts", size if model.mtp_bytes else "no MTP head; `--draft` takes another model"
     yield (
         "memory",
         f"about {needed.total / 1e6:.0f} MB (weights {needed.weights / 1e6:.0f}, KV cache "

@@ -17,6 +17,7 @@ from edgellm.cli.config import Config
 from edgellm.cli.options import draft_options, load_options, lora_options
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
+from edgellm.options import NO_DRAFT
 from edgellm.progress import ProgressCallback
 from edgellm.serve import ServeOptions
 
@@ -226,7 +227,7 @@ def _served(
     from edgellm.serve import served_model, split_id
 
     names = models or config.serve or (config.default,)
-    if "draft" in load_arguments and len(names) > 1:
+    if load_arguments.get("draft", NO_DRAFT) != NO_DRAFT and len(names) > 1:
         raise OptionError(
             f"--draft guesses for one model, and {len(names)} are served; give each its `draft` in "
             "edgellm.toml"

@@ -12,6 +12,7 @@ from pathlib import Path
 from edgellm.backends.selection import Selection, precisions_of, select
 from edgellm.engine.memory import MemoryEstimate, estimate
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
+from edgellm.graphs.architecture import family_of
 from edgellm.graphs.tensors import parameters, used_parameters
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
@@ -25,6 +26,7 @@ from edgellm.store.home import (
     locked,
 )
 from edgellm.store.import_summary import imported
+from edgellm.store.manifest import MTP
 from edgellm.store.precision_support import remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import (
@@ -100,6 +102,8 @@ class ModelDescription:
         used_parameters: number of those that a token uses: of the experts, where there are some,
             its own alone.
         memory: estimate with a full KV cache.
+        mtp_bytes: size of its head that predicts further tokens, for drafts; 0: the bundle lacks
+            the head that models of its family have; None: they have none.
     """
 
     bundle: Bundle
@@ -107,6 +111,7 @@ class ModelDescription:
     used_parameters: int
     precisions: tuple[PrecisionDescription, ...]
     memory: MemoryEstimate
+    mtp_bytes: int | None = None
 
 
 def pull(name: str = DEFAULT_MODEL, *, progress: ProgressCallback | None = None) -> Bundle:
@@ -153,7 +158,13 @@ def describe(
     needed = estimate(bundle, options, selection)
     precisions = tuple(_precisions(bundle, selection))
     counts = parameters(bundle.config), used_parameters(bundle.config)
-    return ModelDescription(bundle, *counts, precisions, needed)
+    return ModelDescription(bundle, *counts, precisions, needed, _mtp_bytes(bundle))
+
+
+def _mtp_bytes(bundle: Bundle) -> int | None:
+    if not family_of(bundle.config.model_type).mtp:
+        return None
+    return sum(f.bytes for name, f in bundle.manifest.files.items() if name.startswith(f"{MTP}/"))
 
 
 def delete_model(name: str, *, precisions: Sequence[str] = ()) -> list[str]:

@@ -17,9 +17,12 @@ from edgellm.checks import check_choice, check_flag, check_number, check_path, c
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
+# Value of `draft` with which neither another model nor the model's own head drafts.
+NO_DRAFT = "none"
 __all__ = [
     "DECODE_BACKENDS",
     "KV_FORMATS",
+    "NO_DRAFT",
     "POLICIES",
     "POOLING",
     "PREFILL_PRECISIONS",
@@ -113,10 +116,11 @@ class EngineOptions:
         kv_cache_dir: folder in which computed blocks are kept, for other and later processes.
         kv_cache_bytes: largest size of the folder; blocks not used for longest are deleted.
         draft: smaller model of the same vocabulary, named as for `load`, that guesses tokens ahead
-            where that is faster; the answers are the same. It has a KV cache of its own. None: only
-            earlier tokens tell what may follow.
-        draft_tokens: largest number of tokens that the draft model guesses for one step.
-        draft_p_min: probability of its best token below which the draft model guesses no further.
+            where that is faster; the answers are the same. It has a KV cache of its own. None: the
+            model's own head that predicts further tokens guesses, if it has one; "none": it does
+            not, and only earlier tokens tell what may follow.
+        draft_tokens: largest number of tokens that the draft model or the head guesses for a step.
+        draft_p_min: probability of its best token below which either guesses no further.
         expert_memory: bytes of experts that stay in memory, those that were used last; the others
             are read from the disk when they are used. The answers are the same. None: all experts
             stay as far as the system lets them. A step of many rows may go beyond it by the experts

@@ -235,6 +235,7 @@ class Architecture:
         hf_fold: changes a tensor of a Hugging Face folder, given by its canonical name, to the
             values that ModelConfig expects. Its last argument has the fields of the config.
         gguf_fold: the same for a tensor of a GGUF file.
+        mtp: whether files may have a head that predicts the token after the next, see `mtp.py`.
     """
 
     config_from_hf: Callable[[Fields], ModelConfig] | None = None
@@ -245,6 +246,7 @@ class Architecture:
     gguf_interleaved_rope: bool = False
     hf_fold: Fold | None = None
     gguf_fold: Fold | None = None
+    mtp: bool = False
 
 
 def supported() -> list[str]:
@@ -260,6 +262,13 @@ def model_type_of(name: str, *, gguf: bool) -> str:
         gguf: whether the name comes from a GGUF file.
     """
     return (_GGUF_ARCHITECTURES if gguf else _HF_MODEL_TYPES).get(name, name)
+
+
+def family_of(model_type: str) -> Architecture:
+    """Return the architecture of a file in `graphs/models/`."""
+    module = importlib.import_module(f"edgellm.graphs.models.{model_type}")
+    family: Architecture = module.ARCHITECTURE
+    return family
 
 
 def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
@@ -279,8 +288,7 @@ def architecture(name: str, *, gguf: bool, origin: str) -> Architecture:
             f"{origin}: architecture {name!r} is not supported{_why_not(name)}; supported are "
             + ", ".join(supported())
         )
-    module = importlib.import_module(f"edgellm.graphs.models.{model_type}")
-    family: Architecture = module.ARCHITECTURE
+    family = family_of(model_type)
     if (family.config_from_gguf if gguf else family.config_from_hf) is None:
         format = "GGUF files" if gguf else "Hugging Face folders"
         raise UnsupportedModelError(f"{origin}: {name} is not supported in {format}")

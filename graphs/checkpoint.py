@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from edgellm.errors import EdgeLLMError, ModelFormatError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.gguf_file import parts_of
+from edgellm.graphs.mtp import mtp_tensors
 from edgellm.graphs.tensor import Tensor
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.tensors import TensorSpec, model_tensors
 
 # Suffixes of the files that are read in a folder.
 _READ = (".jinja", ".json", ".safetensors")
@@ -26,11 +27,16 @@ class Checkpoint(Protocol):
         path: file or folder of the model.
         config: configuration of the model.
         metadata: key-value pairs of a GGUF file; empty for other formats.
+        mtp: the model's head that predicts the token after the next, with the tensors of `mtp.py`;
+            None: it has none.
     """
 
     path: Path
     config: ModelConfig
     metadata: Mapping[str, Any]
+
+    @property
+    def mtp(self) -> Checkpoint | None: ...
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor of a canonical name (see `tensors.py`)."""
@@ -88,7 +94,13 @@ def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
 
 def check_shapes(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint whose tensors' shapes do not match its config, before values are read."""
-    for name, spec in model_tensors(checkpoint.config).items():
+    _check_shapes(checkpoint, model_tensors(checkpoint.config))
+    if checkpoint.mtp is not None:
+        _check_shapes(checkpoint.mtp, mtp_tensors(checkpoint.config))
+
+
+def _check_shapes(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
         shape = checkpoint.tensor(name).shape
         if shape != spec.shape:
             raise ModelFormatError(

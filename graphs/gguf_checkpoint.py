@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.gguf_blocks import FORMATS, weight_of
 from edgellm.graphs.gguf_file import GGUFFile, StoredTensor
+from edgellm.graphs.mtp import GGUF_TABLES, MtpCheckpoint, gguf_names, mtp_config
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
 from edgellm.kernels.quantized import row_slices
@@ -76,8 +78,22 @@ class GGUFCheckpoint:
             ),
         )
 
+        self.mtp = self._mtp() if family.mtp else None
+
     def tensor(self, name: str) -> Tensor:
         return self._translation.tensor(name)
+
+    def _mtp(self) -> MtpCheckpoint | None:
+        block = self.config.layer_count
+        nextn = f"blk.{block}.nextn."
+        tables = any(f"blk.{block}.{name}" in self._tensors for name in GGUF_TABLES)
+        if f"{nextn}eh_proj.weight" not in self._tensors or tables:
+            return None
+        own_norm = f"{nextn}shared_head_norm.weight" in self._tensors
+        names = gguf_names(self._translation.names, block, own_norm=own_norm)
+        config = mtp_config(self.config)
+        translation = replace(self._translation, config=config, names=names)
+        return MtpCheckpoint(self.path, config, self.metadata, translation)
 
     def refuse_unread(self) -> None:
         """Refuse tensors that the model as computed here does not use.

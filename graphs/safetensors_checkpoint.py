@@ -24,6 +24,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.layer_kinds import FULL
+from edgellm.graphs.mtp import HF_COMBINE, HF_TABLES, MtpCheckpoint, hf_names, mtp_config
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 from edgellm.graphs.tensor import Tensor, checked
 from edgellm.graphs.translation import Translation
@@ -102,18 +103,30 @@ class SafetensorsCheckpoint:
         )
         tied = read.config.tied_embedding and not self._has_own_head()
         self.config = replace(read.config, tied_embedding=tied)
+        names = {**family.hf_names, **self._stacked_experts(family.hf_names)}
         self._translation = Translation(
             config=self.config,
-            names={**family.hf_names, **self._stacked_experts(family.hf_names)},
+            names=names,
             interleaved=family.hf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (
                 tensor if family.hf_fold is None else family.hf_fold(name, tensor, read.fields)
             ),
         )
+        self.mtp = self._mtp() if family.mtp else None
 
     def tensor(self, name: str) -> Tensor:
         return self._translation.tensor(name)
+
+    def _mtp(self) -> MtpCheckpoint | None:
+        tables = any(self._file_name(name) in self._folder for name in HF_TABLES)
+        if self._file_name(HF_COMBINE) not in self._folder or tables:
+            return None
+        stack = self._file_name(f"mtp.layers.0.{HF_STACK}") in self._folder
+        names = {**self._translation.names, **(HF_STACKED_EXPERTS if stack else {})}
+        config = mtp_config(self.config)
+        translation = replace(self._translation, config=config, names=hf_names(names))
+        return MtpCheckpoint(self.path, config, self.metadata, translation)
 
     def _stored(self, name: str) -> Tensor:
         key = self._file_name(name)

@@ -33,6 +33,7 @@ class Span:
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
         adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
             kernels take an adapter.
+        drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
     """
@@ -43,6 +44,7 @@ class Span:
     candidates: int = 0
     group: LayerGroup | None = None
     adapter: AdapterWeights | None = None
+    drafted: int = 0
     all_states: bool = True
 
 
@@ -75,11 +77,13 @@ def reserved(spans: SequenceOf[Span], *, windowed: bool = True) -> Iterator[None
         ContextOverflowError, CacheFullError: see `Sequence.reserve`.
     """
     counts: dict[Sequence, int] = {}
+    drafted: dict[Sequence, int] = {}
     for span in spans:
         counts[span.sequence] = counts.get(span.sequence, 0) + len(span.tokens)
+        drafted[span.sequence] = span.drafted
     try:
         for sequence, count in counts.items():
-            sequence.reserve(count, windowed=windowed)
+            sequence.reserve(count, windowed=windowed, drafted=drafted[sequence])
         yield
     finally:
         for sequence in counts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,26 @@ from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places, state_groups
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from edgellm.graphs.mtp import mtp_config, mtp_tensors
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.linear import PackedWeights
+from edgellm.kernels.linear import PackedWeights, first_rows
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, open_head_norms
-from edgellm.store.manifest import PACKED, map_arrays
+from edgellm.store.manifest import PACKED, MtpEntry, PrecisionEntry, map_arrays
 
 
 def open_packed_weights(bundle: Bundle) -> Weights:
     """Map the packed weights of a bundle; pages are read when they are used."""
     config = bundle.config
-    mapped = _Mapped(bundle)
+    mapped = _model(bundle)
     norms = head_norms(config, open_head_norms(bundle.path, bundle.manifest.keys).__getitem__)
     embedding = mapped.weights("embedding")
     return Weights(
@@ -41,6 +44,55 @@ def open_packed_weights(bundle: Bundle) -> Weights:
         logit_softcap=config.logit_softcap,
         layer_table=mapped.layer_table(),
     )
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """Weights of a head that predicts the token after the next; see `graphs/mtp.py`.
+
+    Attributes:
+        step: its layer, final norm, and LM head; its embedding is not that of tokens, but the head.
+        embedding: embedding of tokens, `[V, E]`.
+    """
+
+    step: Weights
+    embedding: PackedWeights
+    combine: PackedWeights
+    embedding_norm: NDArray[np.float32]
+    hidden_norm: NDArray[np.float32]
+
+
+def open_mtp_weights(bundle: Bundle, entry: MtpEntry, *, tokens: int) -> MtpWeights:
+    """Map the weights of a bundle's head.
+
+    Args:
+        tokens: number of first tokens of the vocabulary that its LM head has, at least.
+    """
+    config, model = bundle.config, _model(bundle)
+    here = mtp_config(config)
+    mapped = _Mapped(bundle, here, entry, mtp_tensors(config))
+    (norms,) = head_norms(here, mapped.arrays.__getitem__)
+    embedding = model.weights("embedding")
+    head = first_rows(embedding if config.tied_embedding else model.weights("head"), tokens)
+    return MtpWeights(
+        step=Weights(
+            layers=[mapped.layer(0, norms)],
+            final_norm=mapped.arrays["final_norm"],
+            embedding=head,
+            head=head,
+            epsilon=config.norm_eps,
+            logit_softcap=config.logit_softcap,
+        ),
+        embedding=embedding,
+        combine=mapped.weights("combine"),
+        embedding_norm=mapped.arrays["embedding_norm"],
+        hidden_norm=mapped.arrays["hidden_norm"],
+    )
+
+
+def _model(bundle: Bundle) -> _Mapped:
+    config = bundle.config
+    return _Mapped(bundle, config, bundle.precision(PACKED), model_tensors(config))
 
 
 def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
@@ -105,15 +157,20 @@ def _input(parts: dict[str, Any]) -> LayerInput | None:
 
 
 class _Mapped:
-    """The packed weights of a bundle."""
+    """Packed weights of a bundle: those of `specs`, which belong to layers of `config`."""
 
-    def __init__(self, bundle: Bundle) -> None:
-        entry = bundle.precision(PACKED)
+    def __init__(
+        self,
+        bundle: Bundle,
+        config: ModelConfig,
+        entry: PrecisionEntry | MtpEntry,
+        specs: Mapping[str, TensorSpec],
+    ) -> None:
         self.arrays: Mapping[str, NDArray[Any]] = map_arrays(bundle.path, entry.arrays)
-        self._config = bundle.config
+        self._config = config
         self._kinds = entry.kinds
-        self._specs = model_tensors(bundle.config)
-        groups = cache_groups(bundle.config)
+        self._specs = specs
+        groups = cache_groups(config)
         self._pools = [group for group, _ in places(groups)]
         self._states = state_groups(groups)
 

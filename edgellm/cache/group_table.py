@@ -101,13 +101,20 @@ class GroupTable:
         """Whether a sequence cut to `length` tokens would need blocks that were given back."""
         return self.first > self.store.group.first_block(length)
 
-    def grow(self, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Allocate blocks for positions up to `end`."""
+    def grow(self, end: int, allocate: Callable[[BlockPool], int], *, drafted: int = 0) -> None:
+        """Allocate blocks for positions up to `end`.
+
+        Args:
+            drafted: number of last tokens of which any may be dropped, see `Sequence.reserve`.
+        """
         while len(self.ids) * BLOCK < end:
             self.ids.append(allocate(self.store.pool))
 
     def committed(self, length: int) -> None:
         """Note that all rows up to `length` have been written."""
+
+    def settle(self) -> None:
+        """Note that no token of a draft is dropped any longer."""
 
     def pass_window(self, length: int) -> None:
         """Give back the blocks that no token from position `length` on sees."""
@@ -171,7 +178,8 @@ class StateTable(GroupTable):
     of full blocks and from its own end, and from nowhere in between. No step writes to a block that
     it reads: states after rows that did not become tokens vanish with their blocks. The steps of a
     `Growth` are the exception: it has blocks for its end alone, so that a step which ends within a
-    block is followed by one that reads and writes the same block and cannot be repeated.
+    block is followed by one that reads and writes the same block and cannot be repeated. Behind
+    tokens of a draft all states are kept until the draft is settled, so that any of them may go.
     """
 
     def __init__(
@@ -188,30 +196,43 @@ class StateTable(GroupTable):
         self._end = length  # tokens after which the last block has the states
         # blocks with the states after so many tokens, in whose places others are written
         self._replaced: dict[int, int] = {}
+        self._drafts = length  # tokens before those of a draft
 
     def view(self, start: int, end: int) -> StateView:
         """Return the blocks that a step with the rows from `start` to `end` reads and writes."""
-        ends = [*range((start // BLOCK + 1) * BLOCK, end, BLOCK), end]
-        targets = tuple((position - start, self._after(position)) for position in ends)
+        drafted = (position for position in self._replaced if start < position < end)
+        ends = {*range((start // BLOCK + 1) * BLOCK, end, BLOCK), *drafted, end}
+        targets = tuple((position - start, self._after(position)) for position in sorted(ends))
         return StateView(self._states, self._after(start) if start else None, targets)
 
     def lacks(self, length: int) -> bool:
         return self._end != length or super().lacks(length)
 
-    def grow(self, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Allocate blocks for the states after each full block up to `end`, and after `end`."""
+    def grow(self, end: int, allocate: Callable[[BlockPool], int], *, drafted: int = 0) -> None:
+        """Allocate blocks for the states after each full block up to `end`, and after `end`.
+
+        Those after each row before the `drafted` last ones, and between them, get a block as well.
+        """
         if end <= self._end:
             return
+        before, self._drafts = self._end, end - drafted
         if self._end % BLOCK and len(self.ids) > self.first:
             fresh = allocate(self.store.pool)
             self._replaced[self._end] = self.ids[-1]
             self.ids[-1] = fresh
         self._end = end
         super().grow(end, allocate)
+        for position in range(max(self._drafts, before + 1), end):
+            if position % BLOCK:
+                self._replaced[position] = allocate(self.store.pool)
 
     def committed(self, length: int) -> None:
-        for end in [end for end in self._replaced if end < length]:
+        for end in [end for end in self._replaced if end < min(length, self._drafts)]:
             self.store.pool.release(self._replaced.pop(end))
+
+    def settle(self) -> None:
+        self._drafts = self._end
+        self.committed(self._end)
 
     def cut(self, length: int) -> None:
         """Give back the blocks with states after more than `length` tokens."""

@@ -53,6 +53,8 @@ class KVCache:
             groups that do not keep all, only the blocks that full sequences of as many tokens need
             get memory, unless many short sequences are open at once; so the oldest snapshots of
             states go before the K and V of their tokens.
+        drafts: further blocks of states, for rows of drafts of all sequences of a step; see
+            `DRAFT_STATES`.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
         key_offsets: common part of each layer's keys, see `kernels/kv_blocks.py`.
         rope_frequencies: see `rope_frequencies`; None if keys cannot be moved to other positions.
@@ -67,7 +69,7 @@ class KVCache:
         rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
             changed after RoPE, or layers have states, which cannot forget tokens.
         has_states: whether layers have states, so that a sequence that drops its last tokens goes
-            back to the end of a full block.
+            back to the end of a full block, unless they are a draft.
         disk: store for full blocks that outlive the process, or None.
     """
 
@@ -79,6 +81,7 @@ class KVCache:
         ctx_size: int,
         blocks: int,
         fingerprint: bytes,
+        drafts: int = 0,
         key_offsets: SequenceOf[NDArray[np.float32]] | None = None,
         rope_frequencies: list[tuple[float, ...]] | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
@@ -89,17 +92,21 @@ class KVCache:
         self.places = places(groups)
         self.index = PrefixIndex(fingerprint, groups)
         self.rows_at_once = rows_at_once(groups, ctx_size)
-        resident = resident_blocks(groups, format=format, ctx_size=ctx_size, blocks=blocks)
+        resident = resident_blocks(
+            groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=drafts
+        )
+        counts = [blocks + drafts * isinstance(group, StateGroup) for group in groups]
         self.groups = [
             GroupBlocks(
                 number=number,
                 group=group,
-                blocks=_allocate(group, blocks, format=format, key_offsets=key_offsets),
-                pool=BlockPool(blocks, self.index, group=number, resident=resident[number]),
+                blocks=_allocate(group, counts[number], format=format, key_offsets=key_offsets),
+                pool=BlockPool(counts[number], self.index, group=number, resident=resident[number]),
                 index=self.index,
             )
             for number, group in enumerate(groups)
         ]
+        self._drafts = drafts
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
         self.rope_frequencies = None if self.has_states else rope_frequencies
         self.disk: BlockStore | None = None
@@ -117,6 +124,12 @@ class KVCache:
         """Bytes of the blocks that have been used so far."""
         each = ((g.blocks.nbytes // g.blocks.count, g.pool.touched) for g in self.groups)
         return sum(size * count for size, count in each)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states after one token."""
+        groups = (g for g in self.groups if isinstance(g.group, StateGroup))
+        return sum(g.blocks.nbytes // g.blocks.count for g in groups)
 
     @property
     def used_blocks(self) -> int:
@@ -194,6 +207,14 @@ class KVCache:
     def free_blocks(self) -> list[int]:
         """Number of blocks of each group that no sequence holds."""
         return [group.pool.available for group in self.groups]
+
+    def draft_room(self, sequences: int) -> int | None:
+        """Return the draft rows that each of some sequences may have in a step.
+
+        None: any number, as no layer has states. Blocks of others are not taken for drafts.
+        """
+        free = [g.pool.available for g in self.groups if isinstance(g.group, StateGroup)]
+        return max(0, min(self._drafts, min(free) - sequences) // sequences) if free else None
 
     def needed(self, sequence: Sequence, length: int) -> list[int]:
         """Return the blocks of each group that a sequence lacks for `length` tokens and another."""

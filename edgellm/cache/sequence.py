@@ -128,12 +128,14 @@ class Sequence:
         for table in self.tables:
             table.use("device", len(self))
 
-    def reserve(self, count: int, *, windowed: bool = True) -> None:
+    def reserve(self, count: int, *, windowed: bool = True, drafted: int = 0) -> None:
         """Make the next `count` positions writable, and give back blocks that windows have passed.
 
         Args:
             windowed: whether to allocate blocks in groups that do not keep all, too; else `open`
                 does it.
+            drafted: number of last tokens, some of which may be there already, that are a draft:
+                until `settle` any number of them can be dropped, with states as well.
 
         Raises:
             ContextOverflowError: the positions do not fit into the context.
@@ -152,7 +154,12 @@ class Sequence:
                 table.own_last(rows, self._allocate)
         growing = [t for t in self.tables if windowed or t.store.group.keeps_all]
         for table in growing:
-            table.grow(end, self._allocate)
+            table.grow(end, self._allocate, drafted=drafted)
+
+    def settle(self) -> None:
+        """Give back what was kept to drop tokens of a draft, see `reserve`."""
+        for table in self.tables:
+            table.settle()
 
     def open(self, end: int) -> None:
         """Make positions up to `end` writable in all groups, after a `reserve` without windows.
@@ -179,10 +186,10 @@ class Sequence:
             table.grow(end, self._allocate)
 
     @contextmanager
-    def reserved(self, count: int, *, windowed: bool = True) -> Iterator[None]:
+    def reserved(self, count: int, *, windowed: bool = True, drafted: int = 0) -> Iterator[None]:
         """Reserve positions for a block of code; those not committed by its end are given back."""
         try:
-            self.reserve(count, windowed=windowed)
+            self.reserve(count, windowed=windowed, drafted=drafted)
             yield
         finally:
             self.truncate(len(self))
@@ -416,10 +423,10 @@ class Growth(Sequence):
         else:
             super().close()
 
-    def reserve(self, count: int, *, windowed: bool = True) -> None:
+    def reserve(self, count: int, *, windowed: bool = True, drafted: int = 0) -> None:
         """Reserve positions, see `Sequence.reserve`; no effect on room that is reserved already."""
         if not self._away:
-            super().reserve(count, windowed=windowed)
+            super().reserve(count, windowed=windowed, drafted=drafted)
 
     def open(self, end: int) -> None:
         """Make positions writable, see `Sequence.open`; no effect on room reserved already."""

@@ -90,7 +90,7 @@ class ModelDrafter:
             return draft
         room = self._model.ctx_size - len(tokens) + 1
         while len(draft) < min(count, room):
-            token, probability = self._best(sequence, behind)
+            token, probability = self._best(sequence, behind, drafted=len(draft))
             if probability < self._model.p_min or token >= self._model.rows:
                 break
             draft.append(token)
@@ -116,9 +116,11 @@ class ModelDrafter:
             known = 0
         return known + common_prefix(tokens[known:-1], held[known:])
 
-    def _best(self, sequence: Sequence, tokens: SequenceOf[int]) -> tuple[int, float]:
+    def _best(
+        self, sequence: Sequence, tokens: SequenceOf[int], *, drafted: int
+    ) -> tuple[int, float]:
         """Compute tokens; returns the most likely one after them, and its probability."""
-        span = Span(sequence, tokens, logit_rows=1, candidates=1, all_states=False)
+        span = Span(sequence, tokens, logit_rows=1, candidates=1, drafted=drafted, all_states=False)
         (rows,) = self._model.decoder.run([span])
         ((token, logprob),) = rows.logits[0].best(1).items()
         return token, math.exp(logprob)

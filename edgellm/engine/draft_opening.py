@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+from edgellm.backends.host_attention import rope_tables
+from edgellm.backends.mtp import MtpModel
+from edgellm.backends.packed_weights import open_mtp_weights
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, pool_blocks
+from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.engine.memory import draft_options
+from edgellm.engine.memory import draft_options, token_bytes
+from edgellm.engine.mtp import MtpHead
 from edgellm.errors import EdgeLLMError, OptionError
-from edgellm.graphs.contract import WEIGHTS_FILE
-from edgellm.options import EngineOptions
+from edgellm.graphs.mtp import mtp_config, mtp_tensors
+from edgellm.kernels.native import library
+from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import PACKED
+from edgellm.store.manifest import MTP, PACKED
 from edgellm.store.prepare import prepare
+
+# First tokens of the vocabulary that a head guesses among. Those of most texts are there, as
+# tokenizers number the most frequent first; all 248,320 take a third of a step of Qwen3.5-0.8B.
+_MTP_TOKENS = 65_536
 
 
 def prepare_draft(
@@ -29,7 +40,7 @@ def prepare_draft(
         EdgeLLMError: the draft model cannot be had; see `prepare`.
     """
     name = options.draft
-    if name is None:
+    if name in (None, NO_DRAFT):
         return None
     decode = select(options, bundle.config).decode
     if decode != NATIVE:
@@ -47,10 +58,10 @@ def prepare_draft(
             f"`draft` is {name!r}, the model itself, which would be as slow as no drafts; name a "
             "smaller model of the same family, or leave it out"
         )
-    if _token_bytes(draft) > _token_bytes(bundle):
+    if token_bytes(draft) > token_bytes(bundle):
         raise OptionError(
-            f"`draft` is {name!r}, of which a token reads {_token_bytes(draft) >> 20} MiB, and of "
-            f"{bundle.manifest.name} {_token_bytes(bundle) >> 20}: it could never be faster; name "
+            f"`draft` is {name!r}, of which a token reads {token_bytes(draft) >> 20} MiB, and of "
+            f"{bundle.manifest.name} {token_bytes(bundle) >> 20}: it could never be faster; name "
             "a smaller model of the same family"
         )
     return draft
@@ -60,7 +71,7 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
     """Load a draft model beside the model that it drafts for, in the thread of that.
 
     Raises:
-        OptionError: the vocabularies differ, or a layer of either model has states.
+        OptionError: the vocabularies differ.
         EdgeLLMError: the draft model cannot be loaded.
     """
     name, options = target.options.draft or bundle.manifest.name, target.options
@@ -69,11 +80,6 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         model = LoadedModel(bundle, used, thread=target.thread)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
-    if target.cache.has_states or model.cache.has_states:
-        raise OptionError(
-            f"`draft` is {name!r}, but a layer has states, which cannot go back behind a rejected "
-            "draft; leave out `draft`"
-        )
     difference = first_difference(target.tokenizer.vocabulary, model.tokenizer.vocabulary)
     if difference is not None:
         token, wanted, found = difference
@@ -87,9 +93,47 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         cache=model.cache,
         ctx_size=model.ctx_size,
         rows=min(target.config.vocab_size, model.config.vocab_size),
+        # the last one is never computed
+        tokens=min(options.draft_tokens, DRAFT_STATES + 1)
+        if model.cache.has_states
+        else options.draft_tokens,
+        p_min=options.draft_p_min,
+        token_steps=token_bytes(bundle) / token_bytes(target.bundle),
+    )
+
+
+def open_mtp(target: LoadedModel) -> MtpHead | None:
+    """Open a model's own head for drafts; None: it has none, or decode checks no drafts."""
+    bundle, options, entry = target.bundle, target.options, target.bundle.manifest.mtp
+    compiled = library()
+    if entry is None or compiled is None or target.decoder.name != NATIVE:
+        return None
+    weights = open_mtp_weights(bundle, entry, tokens=_MTP_TOKENS)
+    cache = KVCache(
+        cache_groups(mtp_config(target.config)),
+        format=options.kv_format,
+        ctx_size=target.ctx_size,
+        blocks=pool_blocks(target.ctx_size),
+        fingerprint=f"{target.fingerprint}|{target.arithmetic}|{MTP}".encode(),
+        defer=target.thread.soon,
+    )
+    model = MtpModel(
+        compiled,
+        weights,
+        rope_tables(target.config, target.ctx_size),
+        [group.blocks for group in cache.groups],
+        threads=target.threads,
+    )
+    specs = mtp_tensors(target.config)
+    read = sum(specs[name].used(math.prod(entry.arrays[name].shape)) for name in entry.kinds)
+    read += weights.step.head.data.nbytes
+    return MtpHead(
+        model=model,
+        cache=cache,
+        ctx_size=target.ctx_size,
         tokens=options.draft_tokens,
         p_min=options.draft_p_min,
-        token_steps=_token_bytes(bundle) / _token_bytes(target.bundle),
+        token_steps=read / token_bytes(bundle),
     )
 
 
@@ -106,9 +150,3 @@ def first_difference(
         if texts[token] != others[token]:
             return token, texts[token], others[token]
     return None
-
-
-def _token_bytes(bundle: Bundle) -> int:
-    """Return the bytes of weights that a token reads: of experts those that it goes through."""
-    read = imported(bundle.manifest, PACKED).decode_bytes
-    return read or bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes

@@ -99,10 +99,15 @@ class DraftPolicy:
     A draft of d tokens, each right with probability a, gives (1 - a^(d+1)) / (1 - a) tokens on
     average (Leviathan et al., arXiv:2211.17192). The time of a step has that of its draft in it.
     Timings decide nothing but which drafts there are: the answer is the same with any.
+
+    Args:
+        state_steps: plain steps that keeping a model's states after a row takes as long as, until
+            steps with drafts were timed.
     """
 
-    def __init__(self, purse: Purse | None = None) -> None:
+    def __init__(self, purse: Purse | None = None, *, state_steps: float = 0.0) -> None:
         self._purse = Purse() if purse is None else purse
+        self._state_steps = state_steps
         self._plain_s: dict[int, float] = {}  # by company
         self._plain_steps = 0
         self._since_plain = 0
@@ -122,11 +127,11 @@ class DraftPolicy:
         best, chosen = _GAIN, None
         for offer in offers:
             kind = offer.kind
-            gain, count = max(self._gains(kind, company), default=(0.0, 0))
+            gain, count = max(self._gains(kind, company, most), default=(0.0, 0))
             if gain <= _GAIN:
                 self._fade(kind, company)
             elif gain > best and (not kind.token_steps or self._affords(offer, count, company)):
-                best, chosen = gain, Choice(offer, min(count, most), company)
+                best, chosen = gain, Choice(offer, count, company)
         return chosen
 
     def too_far(self, offer: Evidence) -> bool:
@@ -156,10 +161,10 @@ class DraftPolicy:
             known = self._acceptance(kind).learn(accepted, choice.count, keep=kind.keep)
             self._known_of(kind)[kind] = known
 
-    def _gains(self, kind: Kind, company: int) -> Iterator[tuple[float, int]]:
+    def _gains(self, kind: Kind, company: int, most: int) -> Iterator[tuple[float, int]]:
         """Iterate over tokens for the time of one in plain steps, and the length of a draft."""
         share = self._acceptance(kind).share
-        for count in sorted({min(count, kind.most) for count in _LENGTHS}):
+        for count in sorted({min(count, kind.most, most) for count in _LENGTHS}):
             tokens = (1 - share ** (count + 1)) / (1 - share)
             yield tokens / self._steps(kind, count, company), count
 
@@ -168,10 +173,15 @@ class DraftPolicy:
         index, plain_s = _size(count), self._plain_s[company]
         times = self._times(kind, company)
         known = [seconds for seconds in times[: index + 1] if seconds]
-        guess = _guess(kind, count, company)
+        guess = self._guess(kind, count, company)
         if times[index] or not known:
             return times[index] / plain_s or guess
         return max(guess, known[-1] / plain_s)
+
+    def _guess(self, kind: Kind, count: int, company: int) -> float:
+        """Guess the plain steps that a step takes as long as, before one was timed."""
+        rows = _of_rows(company * (1 + count)) + company * count * self._state_steps
+        return rows / _of_rows(company) + count * kind.token_steps
 
     def _affords(self, offer: Evidence, count: int, company: int) -> bool:
         """Whether the purse holds what a draft that takes time loses if all of it is wrong."""
@@ -186,7 +196,7 @@ class DraftPolicy:
         times = self._times(kind, company)
         for index, seconds in enumerate(times):
             if seconds:
-                guess = _guess(kind, _LENGTHS[index], company) * self._plain_s[company]
+                guess = self._guess(kind, _LENGTHS[index], company) * self._plain_s[company]
                 times[index] = _FADE * seconds + (1 - _FADE) * guess
 
     def _acceptance(self, kind: Kind) -> Acceptance:
@@ -212,11 +222,6 @@ def common_length(choices: Sequence[Choice | None]) -> int:
 def _catch_up(evidence: Evidence) -> float:
     """Guess the plain steps in which a drafter computes the tokens that it has not yet."""
     return evidence.kind.token_steps * evidence.behind / _AT_ONCE
-
-
-def _guess(kind: Kind, count: int, company: int) -> float:
-    """Guess the plain steps that a step takes as long as, before one was timed."""
-    return _of_rows(company * (1 + count)) / _of_rows(company) + count * kind.token_steps
 
 
 def _of_rows(rows: int) -> float:

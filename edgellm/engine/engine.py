@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engine.draft_opening import open_draft
+from edgellm.engine.draft_opening import open_draft, open_mtp
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.loop import Loop
 from edgellm.options import EngineOptions
@@ -40,5 +40,7 @@ class Engine(LoadedModel):
         )
         if draft is not None:
             self.draft_model = open_draft(self, draft)
+        elif options.draft is None:
+            self.draft_model = open_mtp(self)
         used = replace(options, scheduling=self.scheduling)
         self.loop = Loop(self.thread, self.cache, used, prefill=self.prefill, decoder=self.decoder)

@@ -20,13 +20,14 @@ from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_groups, rope_frequencies
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
+from edgellm.engine.mtp import MtpHead
 from edgellm.engine.thread import EngineThread
 from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
@@ -53,8 +54,8 @@ class LoadedModel:
     `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
     is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
     steps and changes the cache. `adapters` are those that its answers may name. `draft_model`
-    drafts for its answers, if one was asked for; `token_table` drafts what answers had before
-    (None: it does not).
+    drafts for its answers, if one was asked for or the model has a head that can; `token_table`
+    drafts what answers had before (None: it does not).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.draft_model: DraftModel | None = None
+        self.draft_model: DraftModel | MtpHead | None = None
         self.token_table: TokenTable | None = TokenTable()
         self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
@@ -165,6 +166,12 @@ class LoadedModel:
         """
         return Grammars(self.tokenizer)
 
+    @cached_property
+    def state_steps(self) -> float:
+        """Plain steps that keeping the states after one more row takes as long as, about."""
+        states = 2 * self.cache.state_bytes  # a write reads its cache lines first
+        return states / (memory.token_bytes(self.bundle) + states)
+
     def _make_cache(self) -> KVCache:
         bundle, options = self.bundle, self.options
         basis = key_basis.open_key_basis(bundle.path, bundle.manifest.keys, self.config)
@@ -176,6 +183,7 @@ class LoadedModel:
             key_offsets=basis.offsets,
             rope_frequencies=rope_frequencies(self.config),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
+            drafts=DRAFT_STATES,
             defer=self.thread.soon,
         )
         if options.kv_cache_dir is not None:

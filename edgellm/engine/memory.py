@@ -14,11 +14,13 @@ from edgellm.cache.groups import STEP_ROWS, cache_bytes, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.graphs.mtp import mtp_config
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.linear import PANEL
-from edgellm.options import EngineOptions
+from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.store.bundle import Bundle
-from edgellm.store.manifest import PACKED
+from edgellm.store.import_summary import imported
+from edgellm.store.manifest import MTP, PACKED
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
 _BASE_BYTES = 110 << 20
@@ -40,7 +42,8 @@ class MemoryEstimate:
     Attributes:
         ctx_size: tokens of a context.
         blocks: number of blocks in each pool of the KV cache.
-        draft: bytes of the draft model beside it, with a full KV cache of its own.
+        draft: bytes of the draft model beside it, or of its own head for drafts, with a full KV
+            cache of its own.
     """
 
     weights: int
@@ -77,12 +80,22 @@ def estimate(
     if options.expert_memory is not None and config.has_experts and selection.decode == NATIVE:
         weights -= _experts_left_out(bundle, options.expert_memory)
     drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
+    head = bundle.manifest.mtp is not None and options.draft is None and selection.decode == NATIVE
+    if head:
+        drafts = bundle.manifest.files[f"{MTP}/{WEIGHTS_FILE}"].bytes
     ctx_size = _context_size(config, options, selection, weights=weights + drafts)
     blocks = _blocks(options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
     if draft is not None:
         used = draft_options(draft, options, ctx_size=ctx_size)
         drafts += _cache_bytes(draft.config, used, used.ctx_size or ctx_size)
+    if head:
+        drafts += cache_bytes(
+            mtp_config(config),
+            format=options.kv_format,
+            ctx_size=ctx_size,
+            blocks=pool_blocks(ctx_size),
+        )
     base = _BASE_BYTES + _expert_bytes(config)
     return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, base=base, draft=drafts)
 
@@ -100,7 +113,14 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
         ctx_size=size,
         cache_size=size,
         threads=options.threads,
+        draft=NO_DRAFT,
     )
+
+
+def token_bytes(bundle: Bundle) -> int:
+    """Return the bytes of weights that a token reads: of experts those that it goes through."""
+    read = imported(bundle.manifest, PACKED).decode_bytes
+    return read or bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes
 
 
 def check_fits(needed: MemoryEstimate) -> None:
@@ -116,7 +136,7 @@ def check_fits(needed: MemoryEstimate) -> None:
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
             f"cache {_mib(needed.kv_cache)}{draft}), but {_mib(available)} MiB are available; "
             "choose a smaller `ctx_size` or a smaller `kv_format`"
-            + (", or leave out `draft`" if draft else "")
+            + (", or leave out `draft` (none: the model's own head stays out too)" if draft else "")
         )
 
 

@@ -225,7 +225,9 @@ class Request(Stream):
         """Choose a draft for a step that decodes `company` sequences and nothing else."""
         if not self.decoding:
             return None
-        return self._speculation.choose(self._room(), self.tokens, company=company)
+        room, states = self._room(), self._engine.cache.draft_room(company)
+        most = room if states is None else min(room, states)
+        return self._speculation.choose(most, self.tokens, company=company)
 
     def span(
         self, rows: int, *, draft: int = 0, layers: Layers | None = None, apart: bool = False
@@ -262,6 +264,7 @@ class Request(Stream):
             int(last) + len(guess),
             candidates,
             all_states=self.wants_states,
+            drafted=len(guess),
             adapter=adapter,
         )
 
@@ -302,13 +305,20 @@ class Request(Stream):
             following = self._speculation.after(sampled[-1]) if sampled else None
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
+        self.context.sequence.settle()
+        self._speculation.computed_states(self.tokens, self.context.cached, rows.hidden[:0])
 
     def computed_states(self, rows: Rows) -> None:
-        """Use the hidden states of rows that have passed the last layer: they score a prompt."""
+        """Use the hidden states of rows that have passed the last layer.
+
+        They score a prompt, and tell what may follow.
+        """
+        start = self.context.cached - len(rows.hidden)
+        self._speculation.computed_states(self.tokens, start, rows.hidden)
         scores = self._scores
         if scores is None or scores.complete:
             return
-        scores.add(self.context.cached - len(rows.hidden), rows.hidden, should_stop=self.stop_now)
+        scores.add(start, rows.hidden, should_stop=self.stop_now)
         if scores.complete:
             self.put(Piece("", prompt_logprobs=tuple(scores.tokens)))
 

@@ -7,9 +7,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.engine.draft_policy import Choice, DraftPolicy
 from edgellm.engine.drafter import Drafter, Evidence
 from edgellm.engine.loaded_model import LoadedModel
+from edgellm.engine.mtp import MtpDrafter
 from edgellm.engine.prompt_lookup import LookupDrafter
 from edgellm.engine.token_table import TableDrafter
 from edgellm.errors import CacheFullError, first_line
@@ -17,14 +21,14 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
 from edgellm.results import DraftCounts
 
+Floats = NDArray[np.float32]
+
 _log = logging.getLogger(__name__)
 
 
 def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -> Speculation:
     """Return the drafts of an answer; see `Context` for `salt`."""
-    # a rejected draft would take a sequence with states back to the end of a full block
-    exact = engine.decoder.exact_rows and not engine.cache.has_states
-    if not (exact and options.speculate and options.speculate_most != 0):
+    if not (engine.decoder.exact_rows and options.speculate and options.speculate_most != 0):
         return Speculation((), DraftPolicy())
     drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
     if engine.token_table is not None:
@@ -33,7 +37,8 @@ def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -
     model = engine.draft_model
     if model is not None:
         drafters.append(model.drafter(salt))
-    policy = DraftPolicy(None if model is None else model.purse)
+    purse = None if model is None else model.purse
+    policy = DraftPolicy(purse, state_steps=engine.state_steps)
     return Speculation(drafters, policy, most=options.speculate_most)
 
 
@@ -83,6 +88,15 @@ class Speculation:
             )
         self._choice = self._policy.choose(offers, most=most, company=company)
         return self._choice
+
+    def computed_states(self, tokens: Sequence[int], start: int, hidden: Floats) -> None:
+        """Show hidden states of tokens from `start` on to the drafter that guesses from them."""
+        drafter = self._drafters.get(MtpDrafter.name)
+        if isinstance(drafter, MtpDrafter):
+            try:
+                drafter.computed(tokens, start, hidden)
+            except Exception as error:
+                self._give_up(drafter, error)
 
     def draft(self, count: int, tokens: Sequence[int]) -> list[int]:
         """Draft at most `count` tokens to compute together with the token sampled last.

@@ -43,6 +43,7 @@ class EqualizedCheckpoint:
         self.path: Path = checkpoint.path
         self.config: ModelConfig = checkpoint.config
         self.metadata: Mapping[str, Any] = checkpoint.metadata
+        self.mtp: Checkpoint | None = checkpoint.mtp
         self._checkpoint = checkpoint
         self._basis = basis
 

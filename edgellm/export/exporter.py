@@ -13,7 +13,7 @@ from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
 from edgellm.export.merged import Merge, MergedCheckpoint
-from edgellm.export.packed_writer import store_packed_weights
+from edgellm.export.packed_writer import store_mtp_weights, store_packed_weights
 from edgellm.export.precision_writer import write_head, write_precision
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
@@ -40,7 +40,7 @@ from edgellm.store.bundle_check import MAX_CHUNK
 from edgellm.store.durable import sync_tree
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
-from edgellm.store.manifest import PACKED, Manifest, PrecisionEntry
+from edgellm.store.manifest import MTP, PACKED, Manifest, MtpEntry, PrecisionEntry
 from edgellm.store.precision_support import Precisions, names_of, require, why_not
 from edgellm.store.reference import FOLDER as REFERENCE
 from edgellm.store.reference import open_reference
@@ -357,7 +357,18 @@ class _Exporter:
             arrays=dict(file.arrays),
             kinds=kinds,
         )
-        return replace(manifest, precisions={**manifest.precisions, PACKED: entry})
+        precisions = {**manifest.precisions, PACKED: entry}
+        return replace(manifest, precisions=precisions, mtp=self._mtp(root))
+
+    def _mtp(self, root: Path) -> MtpEntry | None:
+        head = self._checkpoint.mtp
+        if head is None:
+            return None
+        folder = root / MTP
+        folder.mkdir()
+        with WeightFile(folder) as file:
+            reader = WeightReader(head, self._weights)
+            return store_mtp_weights(reader, file, self._checkpoint.config)
 
 
 def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:

@@ -37,6 +37,7 @@ class MergedCheckpoint:
         self.path: Path = checkpoint.path
         self.config: ModelConfig = checkpoint.config
         self.metadata: Mapping[str, Any] = checkpoint.metadata
+        self.mtp: Checkpoint | None = checkpoint.mtp
         self._checkpoint = checkpoint
         self._changes: dict[str, list[LowRank]] = {}
         digest = hashlib.sha256()

@@ -6,10 +6,13 @@ from collections.abc import Callable
 
 from edgellm.export.weight_reader import WeightReader
 from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.mtp import mtp_tensors
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.quantized import QuantizedWeight
 from edgellm.store.key_basis import is_head_norm
+from edgellm.store.manifest import MtpEntry
 
 
 def store_packed_weights(
@@ -49,6 +52,22 @@ def store_packed_weights(
     if all(in_file for in_file, _ in writer.read):
         reader.report.file_bytes = sum(in_file for in_file, _ in writer.read)
     return writer.kinds
+
+
+def store_mtp_weights(reader: WeightReader, file: WeightFile, config: ModelConfig) -> MtpEntry:
+    """Write the tensors of a model's head that predicts the token after the next.
+
+    Args:
+        reader: reader of the head, see `Checkpoint.mtp`.
+        config: config of the model.
+    """
+    writer = _Writer(reader, file)
+    for name, spec in mtp_tensors(config).items():
+        if spec.role == "linear":
+            writer.matrix(name, reader.linear(name), spec)
+        else:
+            writer.vector(name)
+    return MtpEntry(dict(file.arrays), writer.kinds)
 
 
 class _Writer:

@@ -18,12 +18,21 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.mtp import mtp_tensors
+from edgellm.graphs.tensors import TensorSpec, model_tensors
 from edgellm.kernels.linear import packed_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.store import key_basis
 from edgellm.store.import_summary import ImportSummary
-from edgellm.store.manifest import GENERATION, PACKED, TOKENIZER, Manifest, PrecisionEntry
+from edgellm.store.manifest import (
+    GENERATION,
+    MTP,
+    PACKED,
+    TOKENIZER,
+    Manifest,
+    MtpEntry,
+    PrecisionEntry,
+)
 from edgellm.store.reference import PROMPT, ROTATION, ROWS, array_name, error_name
 
 # Array offsets in a `WeightFile` are multiples of this; the kernels load whole cache lines.
@@ -45,10 +54,14 @@ def check_manifest(manifest: Manifest, *, origin: str) -> None:
     for name, entry in manifest.precisions.items():
         checker.check_host_tokens(name, entry)
         if name == PACKED:
-            checker.check_packed_weights(entry)
+            specs = model_tensors(manifest.config)
+            others = {n: spec for n, spec in specs.items() if not key_basis.is_head_norm(n)}
+            checker.check_packed_weights(PACKED, entry, others)
         else:
             checker.check_graphs(name, entry)
         checker.check_report(name, entry.import_report)
+    if manifest.mtp is not None:
+        checker.check_packed_weights(MTP, manifest.mtp, mtp_tensors(manifest.config))
     for kind, head in manifest.heads.items():
         needs = _head_needs(manifest.config, kind)
         checker.compare(f"head-{kind}: array", head.embedding, needs)
@@ -91,29 +104,28 @@ class _Checker:
         if unknown:
             raise self._error(f"{what} {unknown[0]} belongs to no part of this config")
 
-    def check_packed_weights(self, entry: PrecisionEntry) -> None:
+    def check_packed_weights(
+        self, folder: str, entry: PrecisionEntry | MtpEntry, specs: Mapping[str, TensorSpec]
+    ) -> None:
         """Refuse arrays of the native kernels, or quantized kinds of them, that do not fit."""
-        matrices = {
-            name: spec.shape for name, spec in model_tensors(self._config).items() if spec.quantized
-        }
+        matrices = {name: spec.shape for name, spec in specs.items() if spec.quantized}
         weights = set(matrices)
         if set(entry.kinds) != weights:
             name = min(set(entry.kinds) ^ weights)
             missing = "missing" if name in weights else "of no weight of this config"
-            raise self._error(f"{PACKED}: the kind of {name} is {missing}")
+            raise self._error(f"{folder}: the kind of {name} is {missing}")
         for name, kind in entry.kinds.items():
             if kind not in KINDS:
                 raise self._error(
-                    f"{PACKED}: {name} is of the unknown kind {kind!r}; known are "
+                    f"{folder}: {name} is of the unknown kind {kind!r}; known are "
                     + ", ".join(KINDS)
                 )
             if matrices[name][1] % KINDS[kind].inputs_multiple:
                 raise self._error(
-                    f"{PACKED}: {name} has {matrices[name][1]} inputs; {kind} needs a multiple of "
+                    f"{folder}: {name} has {matrices[name][1]} inputs; {kind} needs a multiple of "
                     f"{KINDS[kind].inputs_multiple}"
                 )
-        needs = _panel_needs(self._config, entry.kinds)
-        self.compare(f"{PACKED}: array", entry.arrays, needs)
+        self.compare(f"{folder}: array", entry.arrays, _panel_needs(specs, entry.kinds))
 
     def check_generation(self) -> None:
         for name in self._manifest.generation:
@@ -199,13 +211,13 @@ def _key_needs(config: ModelConfig) -> dict[str, _Need]:
     return {name: (dtype, (shape,)) for name, (dtype, shape) in key_basis.shapes(config).items()}
 
 
-def _panel_needs(config: ModelConfig, kinds: Mapping[str, str]) -> dict[str, _Need]:
+def _panel_needs(specs: Mapping[str, TensorSpec], kinds: Mapping[str, str]) -> dict[str, _Need]:
     needs: dict[str, _Need] = {}
-    for name, spec in model_tensors(config).items():
+    for name, spec in specs.items():
         if name in kinds:
             outputs, inputs = spec.shape
             needs[name] = "uint8", (packed_shape(outputs, inputs, KINDS[kinds[name]]),)
-        elif not key_basis.is_head_norm(name):
+        else:
             needs[name] = _floats(*spec.shape)
     return needs
 

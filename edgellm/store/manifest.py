@@ -24,6 +24,8 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 # Name of the precision that the native kernels read; all other precisions are graphs.
 PACKED = "packed"
+# Folder of the head that predicts the token after the next, if the model has one.
+MTP = "mtp"
 # Sampling defaults of a model that a manifest may hold, by the names of `GenerationOptions`.
 GENERATION: dict[str, type] = {
     "temperature": float,
@@ -131,6 +133,19 @@ class TokenizerEntry:
 
 
 @dataclass(frozen=True)
+class MtpEntry:
+    """A head that predicts the token after the next, for the native kernels (see `mtp.py`).
+
+    Attributes:
+        arrays: its tensors; embedding and LM head are those of the model.
+        kinds: quantized kinds of its matrices, as in `PrecisionEntry`.
+    """
+
+    arrays: Mapping[str, StoredArray]
+    kinds: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The content of manifest.json.
 
@@ -141,6 +156,7 @@ class Manifest:
         reference: arrays of a text in float32 (see `reference.py`), if there are graphs of chunks.
         keys: arrays of the key basis of all precisions, and norms of Q and K (see
             `key_basis.py`).
+        mtp: the model's head for drafts; None: the checkpoint has none, or was exported before.
     """
 
     name: str
@@ -158,9 +174,12 @@ class Manifest:
     weights: str = "auto"
     reference: Mapping[str, StoredArray] = field(default_factory=dict)
     keys: Mapping[str, StoredArray] = field(default_factory=dict)
+    mtp: MtpEntry | None = None
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "config": self.config.to_json()}
+        if self.mtp is None:
+            del values["mtp"]
         return {"format": FORMAT, "format_version": FORMAT_VERSION, **values}
 
     @classmethod

@@ -49,4 +49,5 @@ ARCHITECTURE = Architecture(
     },
     gguf_names=qwen3_5_text.ARCHITECTURE.gguf_names,
     hf_fold=_fold_hf,
+    mtp=True,
 )

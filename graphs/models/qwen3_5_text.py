@@ -147,4 +147,5 @@ ARCHITECTURE = Architecture(
         "mlp_norm": "blk.{}.post_attention_norm.weight",
     },
     hf_fold=fold_hf,
+    mtp=True,
 )

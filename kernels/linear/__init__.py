@@ -3,10 +3,19 @@
 from edgellm.kernels.linear.packed import (
     PANEL,
     PackedWeights,
+    first_rows,
     pack_weight,
     packed_shape,
     rows_of,
     unpack_weight,
 )
 
-__all__ = ["PANEL", "PackedWeights", "pack_weight", "packed_shape", "rows_of", "unpack_weight"]
+__all__ = [
+    "PANEL",
+    "PackedWeights",
+    "first_rows",
+    "pack_weight",
+    "packed_shape",
+    "rows_of",
+    "unpack_weight",
+]

@@ -111,6 +111,14 @@ def unpack_weight(panels: PackedWeights) -> QuantizedWeight:
     return QuantizedWeight(kind, *cut)
 
 
+def first_rows(panels: PackedWeights, rows: int) -> PackedWeights:
+    """Return the first rows of a packed weight, `rows` of them or a few more; nothing is copied."""
+    count = -(-rows // PANEL)
+    if count * PANEL >= panels.outputs:
+        return panels
+    return PackedWeights(panels.data[:count], count * PANEL, panels.inputs, panels.kind)
+
+
 def rows_of(panels: PackedWeights, rows: Sequence[int]) -> NDArray[np.float32]:
     """Dequantize rows of a packed weight to float32, `[len(rows), inputs]`.
 

@@ -113,7 +113,7 @@ struct StepCall {
     const Rope* ropes;      // those that layers name by their index
     const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]
-    const float* entering;  // [count, hidden], the residual before first_layer; not read where it is 0
+    const float* entering;  // [count, hidden], the residual before first_layer; null: the embeddings of the tokens
     float* states;          // [count, hidden], after the final norm, or the residual where layers are left
     float* logits;          // [logit_rows, outputs of the head padded to panels]
     char* workspace;        // edgellm_step_workspace bytes

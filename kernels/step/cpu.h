@@ -332,9 +332,9 @@ private:
     void enter(int r) const {
         const int64_t token = call_.tokens[r];
         float* x = b_.residual + size_t(r) * model_.hidden;
-        if (call_.first_layer == 0 || b_.first.codes) embed(static_cast<int>(token), x);
+        if (!call_.entering || b_.first.codes) embed(static_cast<int>(token), x);
         if (b_.first.codes) quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.first, r, false);
-        if (call_.first_layer > 0)
+        if (call_.entering)
             std::memcpy(x, call_.entering + size_t(r) * model_.hidden, 4 * size_t(model_.hidden));
     }
 

@@ -45,7 +45,7 @@ class LayerGroup:
     Attributes:
         layers: consecutive indices of the layers.
         entering: residual of each row before the first layer `[tokens, E]`, in graphs of segments
-            with Q, K and V beside it; None before layer 0, which begins with the embedding.
+            with Q, K and V beside it; None: layer 0 begins with the embedding.
     """
 
     layers: range
@@ -74,8 +74,6 @@ def check_group(group: LayerGroup, *, layers: int, rows: int, hidden: int, logit
         raise ValueError(f"nothing enters layer {start}; needed is float32 ({rows}, {hidden})")
     if x is None:
         return
-    if start == 0:
-        raise ValueError("a residual that enters layer 0; needed is none")
     if x.dtype != np.float32 or x.shape != (rows, hidden) or not x.flags.c_contiguous:
         raise ValueError(f"entering is {x.dtype} {x.shape}; needed is float32 ({rows}, {hidden})")
 

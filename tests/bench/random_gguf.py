@@ -1,9 +1,9 @@
 """A GGUF file of random Q4_0 weights in the shape of a known model, for timings.
 
-    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|qwen35|experts|olmoe|hybrid]
+    python tests/bench/random_gguf.py OUT.gguf [1b|8b|qwen3|qwen35|experts|olmoe|hybrid|lfm2]
 
     TinyLlama, Llama 3 8B, Qwen3-0.6B, Qwen3.5-0.8B, a quarter of the layers of Qwen3-30B-A3B,
-    OLMoE 1B-7B, Granite-4.0-H-1B
+    OLMoE 1B-7B, Granite-4.0-H-1B, LFM2-1.2B
     python tests/bench/peers.py --model OUT.gguf
 
 Its tokens are bytes and numbered words: it is made to be fast or slow, not to be read.
@@ -37,15 +37,18 @@ class Shape:
     used: int = 0
     mamba_heads: int = 0  # of 64 channels with 128 numbers, in nine of ten layers
     delta_heads: int = 0  # of key and of value in three of four layers
+    attending: tuple[int, ...] = ()  # layers; the others have short convolutions
 
     def attends(self, layer: int) -> bool:
+        if self.attending:
+            return layer in self.attending
         if self.mamba_heads:
             return layer % 10 == 5
         return not self.delta_heads or layer % 4 == 3
 
 
-# Width of the heads of delta nets, and taps of their convolution.
-DELTA_DIM, TAPS = 128, 4
+# Width of the heads of delta nets, taps of their convolution, and of those of LFM2.
+DELTA_DIM, TAPS, SHORT_TAPS = 128, 4, 3
 SHAPES = {
     "1b": Shape(32_000, 2048, 5632, 22, 32, 4, 64),
     "qwen3": Shape(151_936, 1024, 3072, 28, 16, 8, 128, "qwen3"),
@@ -53,6 +56,7 @@ SHAPES = {
     "experts": Shape(151_936, 2048, 768, 12, 32, 4, 128, "qwen3moe", experts=128, used=8),
     "olmoe": Shape(50_304, 2048, 1024, 16, 16, 16, 128, "olmoe", experts=64, used=8),
     "hybrid": Shape(100_352, 1536, 4096, 40, 12, 4, 128, "granitehybrid", mamba_heads=48),
+    "lfm2": Shape(65_536, 2048, 8192, 16, 32, 8, 64, "lfm2", attending=(2, 5, 8, 10, 12, 14)),
     "8b": Shape(128_256, 4096, 14336, 32, 32, 8, 128),
 }
 
@@ -120,9 +124,11 @@ def add_settings(writer: gguf.GGUFWriter, shape: Shape, name: str) -> None:
         writer.add_expert_used_count(shape.used)
         writer.add_expert_feed_forward_length(shape.intermediate)
     writer.add_head_count(shape.heads)
-    attends = [shape.attends(layer) for layer in range(shape.layers)]
-    kv_heads = [shape.kv_heads if each else 0 for each in attends]
-    writer.add_head_count_kv(shape.kv_heads if all(attends) else kv_heads)
+    kv_heads = [shape.kv_heads * shape.attends(layer) for layer in range(shape.layers)]
+    varied = shape.mamba_heads or shape.attending
+    writer.add_head_count_kv(kv_heads if varied else shape.kv_heads)
+    if shape.attending:
+        writer.add_shortconv_l_cache(SHORT_TAPS)
     if shape.mamba_heads:
         mamba_keys(writer, shape.mamba_heads)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -169,7 +175,7 @@ def main() -> None:
         writer.add_tensor(name, np.full(size, value, np.float32))
 
     # those of the hybrids are one
-    tied = shape.mamba_heads or shape.delta_heads
+    tied = shape.mamba_heads or shape.delta_heads or shape.attending
     for table in ("token_embd", "output")[: 1 if tied else 2]:
         kind = gguf.GGMLQuantizationType.Q8_0
         writer.add_tensor(
@@ -182,7 +188,7 @@ def main() -> None:
         ones(f"{block}.{before_mlp}.weight", shape.hidden)
         if shape.attends(layer):
             size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-            if shape.architecture.startswith("qwen3") or shape.architecture == "olmoe":
+            if shape.architecture.startswith(("qwen3", "olmoe", "lfm2")):
                 widths = {"q": shape.head_dim, "k": shape.head_dim}
                 if shape.architecture == "olmoe":
                     widths = {"q": size, "k": kv_size}
@@ -193,6 +199,11 @@ def main() -> None:
             add(f"{block}.attn_k", kv_size, shape.hidden)
             add(f"{block}.attn_v", kv_size, shape.hidden)
             add(f"{block}.attn_output", shape.hidden, size)
+        elif shape.attending:
+            add(f"{block}.shortconv.in_proj", 3 * shape.hidden, shape.hidden)
+            add(f"{block}.shortconv.out_proj", shape.hidden, shape.hidden)
+            conv = rng.standard_normal((shape.hidden, SHORT_TAPS), np.float32)
+            writer.add_tensor(f"{block}.shortconv.conv.weight", conv)
         elif shape.mamba_heads:
             mamba_vectors(writer, block, shape.mamba_heads, rng)
             add(f"{block}.ssm_in", shape.mamba_heads * 129 + 256, shape.hidden)
@@ -215,7 +226,7 @@ def main() -> None:
         add(f"{block}.ffn_gate", shape.intermediate, shape.hidden, experts=shape.experts)
         add(f"{block}.ffn_up", shape.intermediate, shape.hidden, experts=shape.experts)
         add(f"{block}.ffn_down", shape.hidden, shape.intermediate, experts=shape.experts)
-    ones("output_norm.weight", shape.hidden)
+    ones("token_embd_norm.weight" if shape.attending else "output_norm.weight", shape.hidden)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -157,6 +157,7 @@ class RandomCheckpoint:
     config: ModelConfig
     path: Path = Path("random")
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    mtp: None = None
 
     def tensor(self, name: str) -> Tensor:
         spec = model_tensors(self.config)[name]

@@ -273,6 +273,19 @@ def draft_always(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
     monkeypatch.setattr(Speculation, "_guess", lambda *_: list(tokens))
 
 
+def draft_as(
+    monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int]], Sequence[int]]
+) -> None:
+    """Have every answer guess at every step, as many tokens as it may of what `guess` returns."""
+
+    def choose(_: DraftPolicy, offers: object, *, most: int, company: int) -> Choice | None:
+        kind = Kind("lookup", 0.5, most=63)
+        return Choice(Evidence(kind), most, company) if most > 0 else None
+
+    monkeypatch.setattr(DraftPolicy, "choose", choose)
+    monkeypatch.setattr(Speculation, "_guess", lambda *given: [*guess(given[3])][: given[2]])
+
+
 def draft_with(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     """Have one drafter guess at every step, as many tokens as it may, whatever is measured."""
 

@@ -12,6 +12,7 @@ import pytest
 from model_shapes import HYBRIDS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import Model, View, span_of
 
+from edgellm.kernels.linear import rows_of
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference
 
 # Three layers, so that there is one that is neither the first nor the last.
@@ -99,6 +100,19 @@ def test_the_residual_between_groups_matches_reference(compiled: ctypes.CDLL, sh
             assert np.abs(ours - x).mean() / np.abs(x).mean() < 0.015 * (layer + 1)
 
 
+def test_a_residual_may_enter_the_first_layer(compiled: ctypes.CDLL) -> None:
+    """In place of the embeddings, which then say nothing."""
+    model = Model(DEEP[0])
+    expected = model.run(compiled, [40], "int8")
+    views, scale = model.views("int8"), np.float32(model.weights.embedding_scale)
+    entering = rows_of(model.weights.embedding, model.tokens[:40]) * scale
+    span = span_of(views, [0] * 40, 0, logit_rows=1)
+    group = LayerGroup(layers=range(3), entering=entering)
+    found = model.step(compiled, views).run([span], group=group)
+    assert found is not None
+    np.testing.assert_array_equal(found[0], expected[0])
+
+
 def test_many_sequences_in_one_group(compiled: ctypes.CDLL) -> None:
     """Rows of a prompt rest behind a layer while others run through all of them."""
     model = Model(DEEP[0])
@@ -149,7 +163,7 @@ ENTERING = np.zeros((2, 64), np.float32)
         (range(-1, 2), None, 0, "needed are some"),
         (range(0, 3, 2), None, 0, "needed are some"),
         (range(2), None, 1, "before the last layer"),
-        (range(2), ENTERING, 0, "enters layer 0"),
+        (range(2), ENTERING[:1], 0, "needed is float32"),
         (range(1, 3), None, 1, "nothing enters"),
         (range(1, 3), ENTERING[:1], 1, "needed is float32"),
         (range(1, 3), ENTERING[:, :32], 1, "needed is float32"),

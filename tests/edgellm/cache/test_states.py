@@ -233,6 +233,98 @@ def test_a_growth_that_ends_early_leaves_no_wrong_states(
     assert cache.cached_prefix(tokens) == start + 300
 
 
+def draft(cache: KVCache, sequence: Sequence, token: int, guess: list[int]) -> None:
+    """A step with a token and a draft behind it, which is not settled."""
+    with sequence.reserved(1 + len(guess), drafted=len(guess)):
+        compute(cache, sequence, [token, *guess])
+        sequence.commit([token, *guess])
+
+
+@pytest.mark.parametrize("start", [0, 1, 100, 122, 126, 127, 128])
+@pytest.mark.parametrize("right", [0, 1, 3, 4, 6, 7])
+def test_any_part_of_a_draft_is_dropped_and_no_more(cache: KVCache, start: int, right: int) -> None:
+    tokens = tokens_of(0, 400)
+    sequence = begun(cache, tokens[:start])
+    for seed in range(20):
+        end = len(sequence) + 1 + right
+        wrong = tokens_of(seed + 1, 7 - right)
+        draft(cache, sequence, tokens[len(sequence)], [*tokens[len(sequence) + 1 : end], *wrong])
+        sequence.truncate(end)
+        assert sequence.tokens == tokens[:end]
+        sequence.settle()
+        check(cache, sequence)
+        for table in sequence.tables:  # no more than a plain sequence
+            assert len(set(table.held)) == table.store.pool.used == len(table.held)
+    fork = sequence.fork()
+    sequence.close()
+    check(cache, fork)
+    fork.close()
+    assert cache.used_blocks == 0
+    assert cache.cached_prefix(tokens) == end
+
+
+def test_a_draft_that_is_not_settled(cache: KVCache) -> None:
+    """It may be dropped later, in part, or go with its sequence; the next step settles it."""
+    tokens = tokens_of(0, 400)
+    for kept in (0, 3, 5, 7, 9):
+        sequence = begun(cache, tokens[:124])
+        draft(cache, sequence, tokens[124], tokens[125:132])
+        fork = sequence.fork()
+        if kept == 9:
+            extend(cache, sequence, tokens[132:140])
+        else:
+            sequence.truncate(125 + kept)
+            assert len(sequence) == 125 + kept
+        check(cache, sequence)
+        check(cache, fork)
+        sequence.close()
+        fork.close()
+        assert cache.used_blocks == 0
+
+
+def test_tokens_that_are_computed_one_by_one_and_dropped_together(cache: KVCache) -> None:
+    """As a draft model guesses them."""
+    tokens = tokens_of(0, 400)
+    sequence = begun(cache, tokens[:120])
+    for right in (0, 2, 5, 1, 4, 3, 5):
+        begin = len(sequence)
+        for count in range(5):
+            one = tokens[begin + count] if count < right else 301 + count
+            with sequence.reserved(1, drafted=count + 1):
+                compute(cache, sequence, [one])
+                sequence.commit([one])
+        sequence.truncate(begin + right)
+        assert sequence.tokens == tokens[: begin + right]
+        check(cache, sequence)
+
+
+def test_a_draft_without_room_changes_no_state() -> None:
+    cache = make(GROUPS["states"], blocks=8)
+    sequence = begun(cache, tokens_of(0, 200))
+    held = sequence.fork()
+    with pytest.raises(CacheFullError), sequence.reserved(8, drafted=7):
+        pass
+    assert cache.used_blocks == 1
+    for each in (sequence, held):
+        check(cache, each)
+        extend(cache, each, tokens_of(1, 30))
+        check(cache, each)
+
+
+@pytest.mark.parametrize(("held", "room"), [(0, [7, 3, 2, 1]), (11, [7, 3, 2, 1]), (22, [1, 0, 0])])
+def test_draft_rows_that_there_is_room_for(held: int, room: list[int]) -> None:
+    """Blocks of sequences are not taken for them."""
+    groups = GROUPS["and layers that attend"]
+    cache = KVCache(groups, format="f32", ctx_size=1000, blocks=24 - 7, fingerprint=b"x", drafts=7)
+    assert cache.groups[1].pool.available == cache.groups[0].pool.available + 7
+    for _ in range(held):
+        cache.groups[1].pool.allocate()
+    assert [cache.draft_room(count + 1) for count in range(len(room))] == room
+    alone = (CacheGroup((0,), None, 1, VALUE),)
+    only_kv = KVCache(alone, format="f32", ctx_size=1000, blocks=24, fingerprint=b"x")
+    assert only_kv.draft_room(1) is None
+
+
 def test_a_rewind_finds_what_the_sequence_alone_has(cache: KVCache) -> None:
     """No other sequence may begin with its tokens, so the prefix index has none of them."""
     sequence = cache.sequence()
@@ -337,7 +429,7 @@ def test_blocks_of_a_step(rows: int) -> None:
     assert most == group.blocks_for(1000, rows=rows)
 
 
-OPERATIONS = ("begin", "extend", "truncate", "fork", "close", "pack", "strike", "keep")
+OPERATIONS = ("begin", "extend", "truncate", "fork", "close", "pack", "strike", "keep", "draft")
 
 
 @settings(deadline=None)
@@ -385,6 +477,11 @@ def test_any_course_of_events(
                 compute(cache, sequence, more) if more else None
         elif operation == "keep":
             cache.keep(sequence)
+        elif operation == "draft" and more:
+            draft(cache, sequence, more[0], more[1 : 2 + seed])
+            sequence.truncate(len(sequence) - min(size % 4, len(more[1 : 2 + seed])))
+            if size % 2:
+                sequence.settle()
         else:
             sequence.close()
         for each in sequences:

@@ -12,7 +12,7 @@ from inspection import set_costs, used_blocks
 
 from edgellm.backends.batch import Rows, Span, reserved
 from edgellm.backends.placement import Placement
-from edgellm.cache.groups import Group, StateGroup, cache_groups, rope_frequencies
+from edgellm.cache.groups import DRAFT_STATES, Group, StateGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.call import Call
@@ -100,6 +100,7 @@ def start(
     exact: bool = True,
     apart: bool = False,
     states: bool = False,
+    drafts: bool = False,
     **options: Any,
 ) -> Any:
     """A model to the eyes of requests, and of `inspection.py`.
@@ -108,6 +109,7 @@ def start(
         exact: what was preempted is computed again, and not kept outside the cache.
         apart: prompts and decodes are two calls of two back ends.
         states: a second layer has a state, from which the tokens come.
+        drafts: there is room for states after rows of drafts.
         options: of the engine.
     """
     attention = Attention(heads=1, kv_heads=1, head_dim=8)
@@ -131,6 +133,7 @@ def start(
         format="int8",
         ctx_size=ctx_size,
         blocks=blocks,
+        drafts=DRAFT_STATES if drafts else 0,
         fingerprint=b"",
         rope_frequencies=rope_frequencies(config),
         defer=thread.soon,
@@ -158,6 +161,7 @@ def start(
         draft_model=None,
         expert_memory=None,
         token_table=TokenTable(),
+        state_steps=0.1 if states else 0.0,
         recomputes_exactly=exact and not apart,
         scheduling=chosen.scheduling,
         options=chosen,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,13 @@ from engine_without_model import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inspection import used_blocks
+from inspection import draft_as, used_blocks
 
 from edgellm.backends.batch import Rows, Span
-from edgellm.cache.groups import pool_blocks
+from edgellm.cache.groups import DRAFT_STATES, pool_blocks
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context, forgotten
+from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.request import Request
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
@@ -101,12 +103,104 @@ def test_a_later_prompt_begins_at_the_end_of_a_full_block() -> None:
     assert cached == [2 * BLOCK, 302, BLOCK]
 
 
-def test_there_are_no_drafts_as_a_rewind_would_cost_more_than_they_bring() -> None:
-    llm = start(CTX, blocks=20, states=True)
-    (request,) = ask(llm, [1, 2, 3, 4] * 40, max_tokens=200)
+def foresee(monkeypatch: pytest.MonkeyPatch, right: Sequence[int]) -> None:
+    """Drafts of which so many tokens are right, in turn, and the others wrong."""
+    turns = itertools.cycle(right)
+
+    def guess(tokens: Sequence[int]) -> list[int]:
+        known, text = next(turns), answer(tokens, 63)[len(tokens) :]
+        return [*text[:known], *((token + 1) % VOCABULARY for token in text[known:])]
+
+    draft_as(monkeypatch, guess)
+
+
+@pytest.mark.parametrize("right", [[0], [7], [3], [0, 5, 7, 1]], ids=str)
+def test_drafts_change_no_answer(right: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is computed twice, and states take as many blocks as the bound says."""
+    foresee(monkeypatch, right)
+    llm = start(CTX, blocks=20, states=True, drafts=True)
+    most = []
+    (request,) = ask(llm, tokens(0, 120), max_tokens=150)
+    run = llm.engine.decoder.run
+
+    def watched(spans: Sequence[Span], **options: Any) -> list[Rows]:
+        rows: list[Rows] = run(spans, **options)
+        most.append(llm.engine.cache.groups[1].pool.used)
+        return rows
+
+    llm.engine.decoder.run = watched
     finish(llm, [request])
-    assert request.stats().drafted_tokens == 0
-    assert request.context.tokens == answer([1, 2, 3, 4] * 40, 200)
+    assert request.context.tokens == answer(tokens(0, 120), 150)
+    stats = request.stats()
+    share = sum(right) / (7 * len(right))
+    assert stats.accepted_tokens == pytest.approx(share * stats.drafted_tokens, rel=0.1)
+    assert stats.drafted_tokens > 100
+    # the prompt's step gives a token as well; the last one of the answer may have been drafted
+    assert len(most) - (150 - stats.accepted_tokens) in (0, 1)
+    assert max(most) <= 3 + DRAFT_STATES
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_few_answers_share_the_room_for_drafts(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foresee(monkeypatch, [0, 1, 2])
+    llm = start(CTX, blocks=30, states=True, drafts=True)
+    requests = [r for i in range(count) for r in ask(llm, tokens(i, 60 + i), max_tokens=100)]
+    finish(llm, requests)
+    for i, request in enumerate(requests):
+        assert request.context.tokens == answer(tokens(i, 60 + i), 100)
+        assert request.stats().drafted_tokens > 0
+
+
+def test_a_draft_model_with_states_computes_nothing_twice() -> None:
+    """However many of its guesses were right, it goes on behind them."""
+    llm, backend, rows = start(CTX, blocks=20, states=True, drafts=True), StateBackend(), []
+    run = backend.run
+
+    def counted(spans: Sequence[Span], **options: Any) -> list[Rows]:
+        rows.append(len(spans[0].tokens))
+        return run(spans, **options)
+
+    backend.run = counted  # type: ignore[method-assign]
+    model = DraftModel(
+        decoder=backend,
+        cache=llm.engine.cache,
+        ctx_size=CTX,
+        rows=VOCABULARY,
+        tokens=5,
+        p_min=0,
+        token_steps=0.4,
+    )
+    drafter, text, behind = model.drafter(""), tokens(0, 60), 60
+    for right in (5, 0, 3, 4, 1, 5, 5, 2) * 6:
+        evidence = drafter.evidence(text)
+        assert evidence is not None
+        assert evidence.behind == behind
+        draft = drafter.propose(text, 5)
+        assert draft == answer(text, 5)[len(text) :]
+        assert rows == [behind, 1, 1, 1, 1]
+        rows.clear()
+        text += [*draft[:right], (draft[right] + 1) % VOCABULARY if right < 5 else 7]
+        behind = 2 if right == 5 else 1
+    drafter.close()
+    assert used_blocks(llm) == 0
+
+
+def test_drafts_take_no_blocks_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the states of others leave no room, there are none."""
+    foresee(monkeypatch, [7])
+    llm = start(CTX, blocks=8, states=True, drafts=True)
+    pool = llm.engine.cache.groups[1].pool
+    held = [pool.allocate() for _ in range(pool.available - 3)]
+    (request,) = ask(llm, tokens(0, 60), max_tokens=50)
+    while not request.finished:
+        step(llm, [request])
+    assert request.context.tokens == answer(tokens(0, 60), 50)
+    assert 0 < request.stats().drafted_tokens < 30  # one a step, where two blocks were free
+    for block in held:
+        pool.release(block)
+    assert used_blocks(llm) == 0
 
 
 def test_a_full_context_forgets_tokens_and_computes_the_others_again() -> None:
@@ -139,9 +233,15 @@ def answered(llm: Any, context: Context, count: int) -> None:
     assert context.tokens == expected
 
 
-def test_a_session_is_rewound_forked_and_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("right", [None, [0], [2, 7, 0]], ids=str)
+def test_a_session_is_rewound_forked_and_saved(
+    right: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if right is not None:
+        foresee(monkeypatch, right)
+
     def named() -> Any:
-        llm = start(CTX, blocks=40, states=True)
+        llm = start(CTX, blocks=40, states=True, drafts=right is not None)
         llm.engine.bundle = SimpleNamespace(manifest=SimpleNamespace(name="states"))
         llm.engine.fingerprint, llm.engine.arithmetic = "f", "a"
         return llm
@@ -149,6 +249,7 @@ def test_a_session_is_rewound_forked_and_saved(tmp_path: Path) -> None:
     llm = named()
     session = Context(llm.engine, tokens(0, 150))
     answered(llm, session, 60)
+    assert session.cached in (209, 210)  # the last one where it was drafted
     for length in (205, 140, 100):  # within a block, just behind its end, before it
         session.set(session.tokens[:length])
         answered(llm, session, 70)

@@ -107,6 +107,7 @@ class HFCheckpoint:
     path: Path
     config: ModelConfig = CONFIG
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    mtp: None = None
 
     def tensor(self, name: str) -> Tensor:
         if name.startswith("layers."):
