@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgellm.errors import EdgeLLMError, ModelFormatError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.gguf_file import parts_of
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.mtp import mtp_tensors
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import TensorSpec, model_tensors
@@ -85,11 +86,12 @@ def _refuse_pipes(path: Path) -> None:
 
 
 def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
-    """Return a layer's biases of Q, K and V, `[H*D + 2 Hkv*D]`; None if it has none."""
-    if not checkpoint.config.layers[layer].attention.qkv_bias:
+    """Return a layer's biases of Q, K and V, and zeros for a gate; None if it has none."""
+    mixer = checkpoint.config.layers[layer].mixer
+    if not isinstance(mixer, Attention) or not mixer.qkv_bias:
         return None
-    parts = (checkpoint.tensor(f"layers.{layer}.{name}_bias") for name in "qkv")
-    return np.concatenate([part.float32() for part in parts])
+    parts = [checkpoint.tensor(f"layers.{layer}.{name}_bias").float32() for name in "qkv"]
+    return np.concatenate([*parts, np.zeros(mixer.inputs - mixer.qkv_size, np.float32)])
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:

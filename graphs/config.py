@@ -180,25 +180,6 @@ class ModelConfig:
         """Whether some layer keeps a state, in place of K and V or beside them."""
         return any(layer.state_mixer is not None for layer in self.layers)
 
-    @property
-    def native_parts(self) -> str:
-        """Name of the parts that the C++ kernels alone compute; empty: there are none."""
-        attentions = self.attentions.values()
-        parts = {
-            "experts": any(layer.has_special_experts for layer in self.layers),
-            "layers with states": self.has_states,
-            "attention sinks": any(each.sinks for each in attentions),
-            "a clamped SwiGLU": any(x.mlp.activation == "clamped_swiglu" for x in self.layers),
-            "layers that share K and V": any(each.kv_from is not None for each in attentions),
-            "norms of V": any(each.v_norm for each in attentions),
-            "V made of K": any(each.k_as_v for each in attentions),
-            "embeddings for each layer": self.layer_embedding is not None,
-            "scaled layers": any(layer.scaled for layer in self.layers),
-            "gates of attention": any(each.output_gate for each in attentions),
-        }
-        *others, last = [part for part, there in parts.items() if there] or [""]
-        return f"{', '.join(others)} and {last}" if others else last
-
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
 

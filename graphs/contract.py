@@ -9,7 +9,9 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
     segment layers  attention, residual                 -> hidden [C, E], after the final norm
     head            hidden [rows, E]                    -> logits [rows, V]
 
-Norms of Q and K, RoPE, and changes of attention scores are computed between segments.
+Norms of Q and K, RoPE, and changes of attention scores are computed between segments. A layer with
+another mixer has its op there: `qkv` is what the mixer's input projections give, side by side, and
+`attention` what its output projection reads. A gate of attention stands behind Q, K and V.
 
 A segment may be cut in two before down_proj, where the host then adds the outliers that the
 accelerator clips (see `quantize/shadow.py`):
@@ -92,7 +94,7 @@ def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
         return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
     if part.half == "behind":
         return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size}
-    return {ATTENTION: before.attention.size, RESIDUAL: config.hidden_size}
+    return {ATTENTION: before.mixer.size, RESIDUAL: config.hidden_size}
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
@@ -104,7 +106,7 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
         return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].attention.qkv_size}
+    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].mixer.inputs}
 
 
 def part_file(part: Part, chunk: int | None) -> str:

@@ -13,7 +13,6 @@ from typing import Literal
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
-from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.mamba2 import LANE_BLOCK
 
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
@@ -143,8 +142,13 @@ class Attention:
 
     @property
     def qkv_size(self) -> int:
-        """Width of the fused projection: all query heads, then K, then V."""
+        """Width of all query heads, then K, then V."""
         return self.size + 2 * self.kv_size
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the input projections give: Q, K and V, then the gate, if any."""
+        return self.qkv_size + (self.size if self.output_gate else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +172,11 @@ class ShortConv:
     def size(self) -> int:
         """Width of what the output projection reads."""
         return self.channels
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the input projection gives: B, C and x."""
+        return 3 * self.channels
 
     @property
     def state_size(self) -> int:
@@ -279,6 +288,11 @@ class DeltaNet:
         return 2 * self.key_heads * self.key_dim + self.size
 
     @property
+    def inputs(self) -> int:
+        """Width of what the input projections give: q, k and v, z, then a and b of each head."""
+        return self.channels + self.size + 2 * self.value_heads
+
+    @property
     def state_size(self) -> int:
         """Numbers of a state: rows that the next one's convolution sees, and a matrix a head."""
         matrices = self.value_heads * self.key_dim * self.value_dim
@@ -376,14 +390,6 @@ class LayerConfig:
         if not isinstance(self.mixer, Attention):
             raise TypeError(f"a layer with {type(self.mixer).__name__} does not attend")
         return self.mixer
-
-    @property
-    def has_special_experts(self) -> bool:
-        """Whether it has experts that neither Triton kernels nor graphs know of."""
-        if self.experts is None:
-            return False
-        special = self.mlp.bias or self.mlp.activation == "clamped_swiglu" or bool(self.shared)
-        return special or bool(not_on_gpu(self.experts))
 
     @property
     def attends(self) -> bool:

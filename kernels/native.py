@@ -6,6 +6,7 @@ import ctypes
 import os
 import sysconfig
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.state_blocks import StateRows
 
 ISAS = ("amx", "avx512", "avxvnni", "avx2", "neon", "scalar")
 MAX_HEAD_DIM = 512
@@ -41,7 +43,9 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
     loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "linear", "mamba2", "delta_net", "candidates", "experts"):
+    for name in ("attend", "append", "linear", "candidates", "experts"):
+        loaded[f"edgellm_{name}"].restype = None
+    for name in ("short_conv", "mamba2", "delta_net"):
         loaded[f"edgellm_{name}"].restype = None
     loaded.edgellm_step.restype = ctypes.c_int32
     loaded.edgellm_step_workspace.restype = ctypes.c_size_t
@@ -137,6 +141,47 @@ class Rope(ctypes.Structure):
     def of(cls, table: RopeTable) -> Rope:
         """Point at the table's arrays, which must outlive the structure."""
         return cls(address(table.cos), address(table.sin), table.cos.shape[1])
+
+
+class StateTarget(ctypes.Structure):
+    """Place of the state after some rows; the fields are those of cpu/state_rows.h, in order."""
+
+    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
+
+
+class StatePointers(ctypes.Structure):
+    """Rows and their states; the fields are those of cpu/state_rows.h, in their order."""
+
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("targets", ctypes.POINTER(StateTarget)),
+        ("rows", ctypes.c_int32),
+    ]
+
+    @classmethod
+    def of(cls, spans: Sequence[StateRows], *, size: int) -> ctypes.Array[StatePointers]:
+        """Point at the states of some spans, which must outlive the structures.
+
+        Args:
+            size: numbers of a state.
+
+        Raises:
+            ValueError: a state or its place does not fit.
+        """
+        for span in spans:
+            span.check(size)
+        return (cls * len(spans))(
+            *(
+                cls(
+                    address(span.source),
+                    (StateTarget * len(span.targets))(
+                        *(StateTarget(address(state), rows) for rows, state in span.targets)
+                    ),
+                    span.rows,
+                )
+                for span in spans
+            )
+        )
 
 
 def address(array: NDArray[Any] | None) -> int | None:

@@ -52,6 +52,43 @@ class StateBlocks:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """Consecutive rows of one sequence, and the states of a layer before and after them.
+
+    Attributes:
+        source: state before the first row `[state_size]`; None: all numbers are 0.
+        targets: numbers of rows in ascending order, and the array that takes the state after them.
+            The last is for all rows. The first array may be the source.
+    """
+
+    source: NDArray[np.float32] | None
+    targets: Sequence[tuple[int, NDArray[np.float32]]]
+
+    @property
+    def rows(self) -> int:
+        return self.targets[-1][0] if self.targets else 0
+
+    def check(self, size: int) -> None:
+        """Refuse states of another size than `size` numbers, or targets that do not ascend.
+
+        Raises:
+            ValueError: one does not fit.
+        """
+        ends = [rows for rows, _ in self.targets]
+        if ends != sorted(set(ends)) or not ends or ends[0] < 1:
+            raise ValueError(f"states after {ends} rows; needed are ascending numbers from 1 on")
+        for state in (self.source, *(state for _, state in self.targets)):
+            if state is None:
+                continue
+            if not state.flags.c_contiguous:
+                raise ValueError("a state with gaps; needed is one without")
+            if state.dtype != np.float32 or state.shape != (size,):
+                raise ValueError(
+                    f"state is {state.dtype} {state.shape}; needed is float32 ({size},)"
+                )
+
+
+@dataclass(frozen=True)
 class StateView:
     """The blocks that a step reads a sequence's states from and writes them to.
 
@@ -64,6 +101,16 @@ class StateView:
     blocks: StateBlocks
     source: int | None
     targets: tuple[tuple[int, int], ...]
+
+    def of_layer(self, slot: int) -> StateRows:
+        """Return the states of one layer.
+
+        Args:
+            slot: the layer's place in the blocks.
+        """
+        states = self.blocks.states[:, slot]
+        source = None if self.source is None else states[self.source]
+        return StateRows(source, [(rows, states[block]) for rows, block in self.targets])
 
     @property
     def ids(self) -> list[int]:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.backends import providers
-from edgellm.backends.forward import HostExperts, Model
+from edgellm.backends.forward import Host, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.parts import Parts
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.self_test import check_once
 from edgellm.store import key_basis
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import PACKED, map_arrays
 
 
 def require(name: str) -> None:
@@ -26,20 +31,20 @@ def open_models(
     parts: Parts,
     precisions: Sequence[str],
     int8_head: ModelHead | None,
-    experts: HostExperts | None,
+    host: Host | None,
 ) -> dict[str, Model]:
     """Open the models of some precisions; return them by precision.
 
     Args:
         int8_head: LM head that is open already, for precisions whose head is in int8.
-        experts: experts on the host, of a model that has some.
+        host: what computes experts and mixers with states, of a model that has some.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
     heads = _heads(parts, precisions, int8_head)
     norms = key_basis.open_head_norms(bundle.path, bundle.manifest.keys)
     weights = head_norms(bundle.config, norms.__getitem__)
-    attention = HostAttention(bundle.config, parts.ropes, weights)
+    attention = HostAttention(bundle.config, parts.ropes, weights, _sinks(bundle))
     models: dict[str, Model] = {}
     for precision in precisions:
         head = heads[bundle.precision(precision).head or ""]
@@ -54,7 +59,7 @@ def open_models(
                 precision,
                 head=head,
                 attention=attention,
-                experts=experts,
+                host=host,
                 runs_prefill=runs_prefill,
             )
     return models
@@ -66,7 +71,7 @@ def _open_model(
     *,
     head: ModelHead,
     attention: HostAttention,
-    experts: HostExperts | None,
+    host: Host | None,
     runs_prefill: bool,
 ) -> Model:
     """Open a precision on the provider of prefill, or on the CPU if only decode runs it."""
@@ -85,7 +90,17 @@ def _open_model(
     two = selection.scheduling(options.scheduling) == "two_devices"
     on_one = runs_prefill and (selection.shares_cpu or two)
     threads = 1 if on_one else parts.threads
-    return Model(segments, head, attention, threads=threads, experts=experts)
+    return Model(segments, head, attention, threads=threads, host=host)
+
+
+def _sinks(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
+    """Map the attention sinks of each layer that has some; they stand beside the packed weights."""
+    config = bundle.config
+    layers = [index for index, attention in config.attentions.items() if attention.sinks]
+    if not layers:
+        return {}
+    arrays = map_arrays(bundle.path, bundle.precision(PACKED).arrays)
+    return {index: arrays[f"layers.{index}.sinks"] for index in layers}
 
 
 def _heads(

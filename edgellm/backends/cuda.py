@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from edgellm.backends import providers
 from edgellm.backends.host_attention import HostAttention
-from edgellm.backends.parts import Parts, require_on_gpu
+from edgellm.backends.parts import Parts
 from edgellm.backends.segments import ModelHead
 from edgellm.backends.self_test import require_segments
 from edgellm.errors import MemoryEstimateError
@@ -35,13 +35,11 @@ def open_model(
         attention: attention whose RoPE tables and norms are copied to the device.
 
     Raises:
-        UnsupportedModelError: layers differ in heads.
         MemoryEstimateError: weights and KV cache do not fit on the device.
         ProviderError: a segment computes something else than on the CPU.
     """
     # chunks share inputs, Q and partial sums, which the next one writes
     assert parts.selection.policy == "serial"
-    require_on_gpu(parts.bundle.config, "`prefill` cuda")
     place = device.require()
     _check_fits(parts, precision, place)
     from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue  # imports torch

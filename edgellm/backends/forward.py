@@ -1,4 +1,4 @@
-"""Chunks through the layers: segment, attention on the shared KV cache, segment, ..."""
+"""Chunks through the layers: segment, attention or another mixer on the cache, segment, ..."""
 
 from __future__ import annotations
 
@@ -22,15 +22,21 @@ from edgellm.backends.segments import ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
+from edgellm.graphs.typed_json import key_of
+from edgellm.kernels.state_blocks import StateRows
 
 Floats = NDArray[np.float32]
 Done = Callable[[Floats], None]
 
 
-class HostExperts(Protocol):
-    """Function that takes rows `[n, E]` through the experts of a layer."""
+class Host(Protocol):
+    """Model of the C++ kernels, for the parts that they compute between graphs."""
 
-    def __call__(self, layer: int, x: Floats, *, threads: int) -> Floats: ...
+    def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
+        """Take rows `[n, E]` through the experts of a layer."""
+
+    def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
+        """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
 
 
 Action = tuple[Step, Callable[[RunningChunk], None]]
@@ -46,10 +52,14 @@ class Model:
         attention: HostAttention,
         *,
         threads: int,
-        experts: HostExperts | None = None,
+        host: Host | None = None,
     ) -> None:
-        """Take over the parts; `attention` has RoPE tables for the whole context."""
-        self._experts = experts
+        """Take over the parts; `attention` has RoPE tables for the whole context.
+
+        Args:
+            host: what computes experts and mixers with states, of a model that has some.
+        """
+        self._host = host
         self.segments = segments
         self.config = segments.config
         self.head = head
@@ -187,8 +197,8 @@ class Model:
                 experts = partial(self._add_experts, layer)
                 actions.append((Step(f"experts {layer}", "host"), experts))
             elif part.index:
-                attention = partial(self.attend, layer)
-                actions.append((Step(f"attention {layer}", "host", ordered=True), attention))
+                mix = partial(self.attend, layer)
+                actions.append((Step(self._mixer_at(layer), "host", ordered=True), mix))
             name = f"segment {part.index}{part.half and f' {part.half}'}"
             actions.append((Step(name, "accelerator"), partial(_segment, position)))
         actions.append((Step("commit", "host", ordered=True), _commit))
@@ -197,17 +207,21 @@ class Model:
     def _through(self, layers: range) -> list[Action]:
         """Return the steps of a chunk through a group of layers.
 
-        Groups are cut just before the attention of a layer, where rows rest.
+        Groups are cut just before the mixer of a layer, where rows rest.
         """
         names = [step.name for step, _ in self._actions]
         actions = self._actions
         if layers.stop < self.config.layer_count:
-            actions = actions[: names.index(f"attention {layers.stop}")]
+            actions = actions[: names.index(self._mixer_at(layers.stop))]
             actions.append((Step("rest", "host", ordered=True), _rest))  # chunk by chunk
         if layers.start:
-            actions = actions[names.index(f"attention {layers.start}") :]
+            actions = actions[names.index(self._mixer_at(layers.start)) :]
             actions.insert(0, (Step("enter", "host"), partial(self._enter, layers.start)))
         return actions
+
+    def _mixer_at(self, layer: int) -> str:
+        """Return the name of the step between two segments."""
+        return f"{key_of(type(self.config.layers[layer].mixer))} {layer}"
 
     def queue(self) -> AbstractContextManager[object]:
         """Return a context for launches on a device; it does nothing on the host."""
@@ -250,15 +264,22 @@ class Model:
         return sum(part.index <= layer for part in self.segments.parts) % 2
 
     def attend(self, layer: int, chunk: RunningChunk) -> None:
-        """Apply RoPE, append to the cache and attend; the padding of the chunk takes no part."""
+        """Apply RoPE, append to the cache and attend, or take rows through a mixer with states.
+
+        The padding of the chunk takes no part.
+        """
+        attends = self.config.layers[layer].attends
         for span in chunk.spans:
-            chunk.buffers.attention[layer][span.rows] = self._attention(
-                layer,
-                *span.sequence.view(layer),
-                span.start,
-                chunk.buffers.qkv[layer][span.rows],
-                threads=self._threads,
-            )
+            rows, sequence = chunk.buffers.qkv[layer][span.rows], span.sequence
+            if attends:
+                mixed = self._attention(
+                    layer, *sequence.view(layer), span.start, rows, threads=self._threads
+                )
+            else:
+                assert self._host is not None
+                states = sequence.states_of(layer, span.start, span.start + len(span.tokens))
+                mixed = self._host.mix(layer, rows, states, threads=self._threads)
+            chunk.buffers.attention[layer][span.rows] = mixed
 
     def _shadow(self, segment: int, residual: int, chunk: RunningChunk) -> None:
         """Add the product of the inputs that down_proj's grid clips to down_proj's residual."""
@@ -271,10 +292,10 @@ class Model:
 
     def _add_experts(self, layer: int, chunk: RunningChunk) -> None:
         """Take rows through the experts that the router chooses for each; padding takes no part."""
-        assert self._experts is not None
+        assert self._host is not None
         buffers, count = chunk.buffers, len(chunk.tokens)
         rows = buffers.normed[:count]
-        buffers.experts[:count] = self._experts(layer, rows, threads=self._threads)
+        buffers.experts[:count] = self._host.experts(layer, rows, threads=self._threads)
         buffers.experts[count:] = 0
 
     def hidden(self, chunk: RunningChunk) -> Floats:

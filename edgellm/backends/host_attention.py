@@ -52,13 +52,15 @@ class HostAttention:
 
         Args:
             view, slot: blocks with the layer's K and V, and the layer's index in these blocks.
-            qkv: Q, K and V `[C, (H + 2 Hkv) * D]`, as a segment writes them.
+            qkv: Q, K and V `[C, (H + 2 Hkv) * D]`, and gates of the outputs behind them, if any,
+                as a segment writes them.
 
         Returns:
             The attention `[C, H * D]`, as the next segment reads it.
         """
         attention = self.config.layers[layer].attention
-        heads = qkv.reshape(len(qkv), -1, attention.head_dim)
+        own = np.ascontiguousarray(qkv[:, : attention.qkv_size])
+        heads = own.reshape(len(qkv), -1, attention.head_dim)
         rope_table, norms = self.ropes[attention.rope], self.norms[layer]
         q = append_rotated(
             view.blocks,
@@ -82,7 +84,10 @@ class HostAttention:
             sinks=self.sinks.get(layer),
             threads=threads,
         )
-        return attended.reshape(len(qkv), -1)
+        attended = attended.reshape(len(qkv), -1)
+        if attention.output_gate:
+            attended = attended / (1 + np.exp(-qkv[:, attention.qkv_size :]))
+        return attended
 
 
 def rope_tables(config: ModelConfig, positions: int) -> list[RopeTable]:

@@ -21,10 +21,16 @@ from edgellm.backends.softcap import softcapped
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.delta_net.native import delta_net
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
+from edgellm.kernels.mamba2 import Mamba2Weights
+from edgellm.kernels.mamba2.native import mamba2
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.short_conv.native import short_conv
+from edgellm.kernels.state_blocks import StateRows
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, Weights
 
 Floats = NDArray[np.float32]
@@ -118,6 +124,7 @@ class NativeModel:
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
+        self._weights = weights
         self._step = FusedStep(library, weights, ropes, pools, expert_memory=expert_memory)
         self.expert_memory = self._step.expert_memory
         self._layers = len(weights.layers)
@@ -192,6 +199,17 @@ class NativeModel:
     def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
         """Take normalized rows `[n, E]` through the experts of a layer."""
         return self._step.experts(layer, x, threads=threads)
+
+    def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
+        """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
+        mixer, library = self._weights.layers[layer].mixer, self._library
+        if isinstance(mixer, ShortConvWeights):
+            return short_conv(library, x, mixer, [states], threads=threads)
+        if isinstance(mixer, Mamba2Weights):
+            return mamba2(library, x, mixer.vectors, [states], threads=threads)
+        assert mixer is not None
+        epsilon = self._weights.epsilon
+        return delta_net(library, x, mixer, [states], epsilon=epsilon, threads=threads)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-from edgellm.backends.forward import Floats, Model
+from edgellm.backends.forward import Host, Model
 from edgellm.backends.parts import Parts
 from edgellm.backends.registry import NATIVE, STEPS, BackendFile, backend_file
 from edgellm.backends.segments import ModelHead
 from edgellm.backends.step_backend import StepModel
+from edgellm.store.precision_support import needs_host
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,6 @@ class OpenModels:
 
     steps: Mapping[str, StepModel]
     graphs: Mapping[str, Model]
-
-
-class WithExperts(Protocol):
-    """Model of the native back end, which computes experts for graphs as well."""
-
-    def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
-        """Take rows `[n, E]` through the experts of a layer."""
 
 
 class StepBackendFile(BackendFile, Protocol):
@@ -60,5 +54,5 @@ def open_models(parts: Parts) -> OpenModels:
         return OpenModels(steps, {})
     from edgellm.backends import chunked
 
-    experts = cast(WithExperts, steps[NATIVE]).experts if config.has_experts else None
-    return OpenModels(steps, chunked.open_models(parts, precisions, head, experts))
+    host = cast(Host, steps[NATIVE]) if needs_host(config) else None
+    return OpenModels(steps, chunked.open_models(parts, precisions, head, host))

@@ -39,7 +39,7 @@ class ChunkBuffers:
     Attributes:
         x: embeddings `[C, E]`.
         attention: attention of each layer `[C, H * D]`, written between segments.
-        qkv: Q, K and V of each layer `[C, (H + 2 Hkv) * D]`.
+        qkv: Q, K and V of each layer `[C, (H + 2 Hkv) * D]`, or what another mixer reads.
         activated: inputs of each down_proj `[C, I]`, between the halves of a segment that is cut.
             Layers with arrays of the same width share them.
         normed, experts: inputs and outputs of a layer's experts `[C, E]`.
@@ -193,8 +193,8 @@ class Segments:
             runs.append(self._bound(session, inputs, outputs))
         return ChunkBuffers(
             array(contract.X, config.hidden_size),
-            [array(contract.ATTENTION, layer.attention.size) for layer in config.layers],
-            [array(contract.QKV, layer.attention.qkv_size) for layer in config.layers],
+            [array(contract.ATTENTION, layer.mixer.size) for layer in config.layers],
+            [array(contract.QKV, layer.mixer.inputs) for layer in config.layers],
             [array(contract.ACTIVATED, layer.mlp.intermediate) for layer in config.layers],
             array(contract.NORMED, config.hidden_size),
             array(contract.EXPERTS, config.hidden_size),

@@ -6,7 +6,7 @@ Only the selection probes the machine for back ends; options themselves are plai
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
 from edgellm.backends.registry import (
@@ -26,7 +26,7 @@ from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
 from edgellm.store.manifest import PACKED
-from edgellm.store.precision_support import STATIC, first_supported, why_not
+from edgellm.store.precision_support import STATIC, first_supported, needs_host, why_not
 from edgellm.store.precision_support import require as require_support
 
 _HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
@@ -118,7 +118,7 @@ class Selection:
         )
 
         rounded = why_not("w8a8", config) is None and int8_products_are_exact()
-        return "w8a8" if rounded else "f32"
+        return "w8a8" if rounded else first_supported(("f32",), config)
 
     def precisions(self, config: ModelConfig) -> set[str]:
         """Return all precisions in which a model is run; see `prefill_precision`."""
@@ -151,15 +151,12 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
         ProviderError: the execution provider cannot be used here.
         UnsupportedModelError: a back end that does not compute the model.
     """
-    if config is not None and config.native_parts:
-        options = _native_alone(options, config)
-    elif config is not None and config.has_experts:
-        options = _for_experts(options, config)
+    decode = options.decode if config is None else _decode_of(config, options)
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
             backend_file(name).require(name)
-    decode = options.decode if options.decode != AUTO else _usual_decode()
+    decode = _usual_decode() if decode == AUTO else decode
     prefill = options.prefill
     if prefill == AUTO:
         prefill = decode if decode in STEPS and options.precision is None else CPU
@@ -176,57 +173,44 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
 
 
-def _native_alone(options: EngineOptions, config: ModelConfig) -> EngineOptions:
-    """Return the options with the back end that computes all parts in place of `auto`."""
-    parts = config.native_parts
-    asked = {"decode": options.decode, "prefill": options.prefill, "precision": options.precision}
-    for name, value in asked.items():
-        if value not in (None, AUTO, NATIVE):
-            raise UnsupportedModelError(
-                f"`{name}` is {value!r}, and the model ({config.model_type}) has {parts}, which "
-                f"the C++ kernels alone compute; take `decode` and `prefill` {NATIVE} or {AUTO}, "
-                "and no `precision`"
-            )
-    if library() is None:
+def _decode_of(config: ModelConfig, options: EngineOptions) -> str:
+    """Return the back end that decodes a model, with all its parts.
+
+    Raises:
+        UnsupportedModelError: a back end that was asked for lacks a part, or there is none here.
+    """
+    in_graphs = options.prefill not in (AUTO, *STEPS) or (
+        options.prefill == AUTO and options.precision is not None
+    )
+    hosted, decode = needs_host(config), options.decode
+    for name, value in (("decode", decode), ("prefill", options.prefill)):
+        reason = why_not(value, config)
+        if reason is None and name == "decode" and hosted and in_graphs and value == TRITON:
+            reason = f"beside graphs of chunks {NATIVE} alone decodes it"
+        if reason is not None:
+            raise UnsupportedModelError(_refusal(name, value, config, reason))
+    if decode == AUTO:
+        decode = NATIVE if hosted and in_graphs else _usual_decode()
+        if why_not(decode, config) is not None:
+            decode = NATIVE if hosted else usual_host()
+    if hosted and NATIVE in (decode, options.prefill) and library() is None:
         raise UnsupportedModelError(
-            f"the model ({config.model_type}) has {parts}, which the C++ kernels alone compute, "
-            "and these were not built when edgellm was installed; install a C++ compiler and "
+            f"the model ({config.model_type}) needs the C++ kernels, which were not built when "
+            f"edgellm was installed: {why_not(PORTABLE, config)}. Install a C++ compiler and "
             "reinstall"
         )
-    return replace(options, decode=NATIVE, prefill=NATIVE)
+    return decode
 
 
-def _for_experts(options: EngineOptions, config: ModelConfig) -> EngineOptions:
-    """Return the options with the back ends that compute experts in place of `auto`."""
-    prefill, in_graphs = options.prefill, options.prefill not in (AUTO, *STEPS)
-    if prefill == AUTO and options.precision is not None:
-        prefill, in_graphs = CPU, True
-    decode = options.decode
-    if decode == AUTO:
-        decode = NATIVE if in_graphs else _usual_decode()
-    for name, value, taken in (
-        ("decode", options.decode, (AUTO, NATIVE) if in_graphs else (AUTO, *STEPS)),
-        ("prefill", prefill, (prefill,) if prefill != CUDA else ()),
-    ):
-        if value not in taken:
-            raise UnsupportedModelError(
-                f"`{name}` is {value!r}, and the model ({config.model_type}) has experts, which "
-                f"the C++ and Triton kernels compute, the C++ kernels alone beside an execution "
-                f"provider; take `decode` {NATIVE} with a provider other than {CUDA} as `prefill`, "
-                f"or {NATIVE}, {TRITON} or {AUTO} for both"
-            )
-    if NATIVE in (decode, prefill) or PORTABLE in (decode, prefill):
-        _require_library(config)
-    return replace(options, decode=decode, prefill=decode if prefill == AUTO else prefill)
-
-
-def _require_library(config: ModelConfig) -> None:
-    if library() is None:
-        raise UnsupportedModelError(
-            f"the model ({config.model_type}) has experts, which the C++ and Triton kernels alone "
-            "compute; there is no GPU for these, or it is not asked for, and those were not built "
-            "when edgellm was installed; install a C++ compiler and reinstall"
-        )
+def _refusal(option: str, value: str, config: ModelConfig, reason: str) -> str:
+    """Return the text of an error, with what computes the model in place of `value`."""
+    others = [name for name in (NATIVE, TRITON) if why_not(name, config) is None]
+    chunks = [p for p in PREFILL_PRECISIONS if why_not(p, config) is None]
+    text = f"`{option}` is {value!r}, and it cannot compute {config.model_type}: {reason}. Take "
+    text += f"`decode` and `prefill` {' or '.join(others)}"
+    if chunks:
+        text += f", or `decode` {NATIVE} with `prefill` cpu and `precision` {' or '.join(chunks)}"
+    return text
 
 
 def stops_between_layers(prefill: str) -> bool:

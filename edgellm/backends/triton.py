@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.parts import Parts, require_on_gpu
+from edgellm.backends.parts import Parts
 from edgellm.kernels.gpu import device
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ def require(_: str) -> None:
 
 def open_model(parts: Parts) -> tuple[TritonModel, TritonModel]:
     """See `StepBackendFile.open_model`."""
-    require_on_gpu(parts.bundle.config, "triton")
     place = device.require()
     from edgellm.backends.triton_model import TritonModel  # imports torch and triton
 

@@ -20,7 +20,7 @@ from edgellm.cache.group_table import GroupTable, StateTable
 from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView
-from edgellm.kernels.state_blocks import StateView
+from edgellm.kernels.state_blocks import StateRows, StateView
 
 T = TypeVar("T")
 
@@ -106,6 +106,18 @@ class Sequence:
         group, slot = self._cache.places[layer]
         table = self.tables[group]
         return KVView(table.store.kv, table.ids), slot
+
+    def states_of(self, layer: int, start: int, end: int) -> StateRows:
+        """Return the states of a layer that rows from `start` to `end` read and write.
+
+        Raises:
+            TypeError: the layer has K and V.
+        """
+        group, slot = self._cache.places[layer]
+        table = self.tables[group]
+        if not isinstance(table, StateTable):
+            raise TypeError(f"layer {layer} has K and V, and no state")
+        return table.view(start, end).of_layer(slot)
 
     def states(self, start: int, end: int) -> list[StateView | None]:
         """Return views of the blocks with states of each group; None where it has K and V.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.backends.parts import why_not_on_gpu
 from edgellm.backends.registry import AUTO, TRITON
 from edgellm.backends.selection import precisions_of, select, usual_host
 from edgellm.engine.memory import estimate
@@ -15,7 +14,7 @@ from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
-from edgellm.store.precision_support import Precisions
+from edgellm.store.precision_support import Precisions, why_not
 from edgellm.store.prepare import config_here, prepare
 
 
@@ -53,7 +52,7 @@ def _precisions(name: str, options: EngineOptions) -> Precisions:
         return precisions_of(options)
     except EdgeLLMError:
         config = config_here(name)
-        if config is not None and (config.native_parts or config.has_experts):
+        if config is not None:
             select(options, config)
         raise
 
@@ -61,11 +60,11 @@ def _precisions(name: str, options: EngineOptions) -> Precisions:
 def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
     """Return why the GPU that `auto` would take cannot decode; None: it can, or is not taken."""
     selection = select(options, bundle.config)
-    if options.decode != AUTO or selection.decode != TRITON or options.prefill == TRITON:
+    if options.decode != AUTO or options.prefill == TRITON:
         return None
-    reason = why_not_on_gpu(bundle.config)
-    if reason is not None:
-        return reason
+    if selection.decode != TRITON:
+        gpu = select(options).decode == TRITON
+        return why_not(TRITON, bundle.config) if gpu else None
     try:
         place = device.require()
     except ProviderError as error:

@@ -46,8 +46,10 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     if backend != NATIVE:
         why = "as decode" if backend in STEPS else "the native kernels have no part in decode"
         return AutoChoice(backend, why)
-    if bundle.config.native_parts:
-        return AutoChoice(NATIVE, f"no accelerator computes {bundle.config.native_parts}")
+    if all(why_not(f, bundle.config) for each in PROVIDERS.values() for f in each.precisions):
+        return AutoChoice(
+            NATIVE, f"no graphs of it can be exported: {why_not('f32', bundle.config)}"
+        )
     known = dict(_known(bundle, options))
     ranked = sorted(known, key=lambda name: -known[name].advantage())
     if options.scheduling == "layered":

@@ -41,7 +41,7 @@ from edgellm.store.durable import sync_tree
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 from edgellm.store.manifest import MTP, PACKED, Manifest, MtpEntry, PrecisionEntry
-from edgellm.store.precision_support import Precisions, names_of, require, why_not
+from edgellm.store.precision_support import Precisions, names_of, needs_host, require, why_not
 from edgellm.store.reference import FOLDER as REFERENCE
 from edgellm.store.reference import open_reference
 from edgellm.text.tokenizer import Tokenizer
@@ -168,7 +168,7 @@ def default_precisions(config: ModelConfig) -> list[str]:
     A model whose residual cannot be rotated has float32 chunks; one with experts or states
     has none.
     """
-    if config.native_parts or config.has_experts:
+    if needs_host(config):
         return [PACKED]
     return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 

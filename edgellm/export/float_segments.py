@@ -38,6 +38,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.machine import usable_cores
+from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
 
@@ -104,15 +105,13 @@ class WindowAttention:
         here = self._attention.config.layers[layer]
         if not here.attends:
             return self._mixers[layer](qkv)
-        width, beside = here.attention.qkv_size, here.beside
-        if beside is not None:
-            qkv, rows = np.split(qkv, [qkv.shape[1] - beside.inputs], axis=1)
-            mixed = self._mixers[layer](rows)
-        view = self._views[self._sizes[layer]]
-        attended = self._attention(layer, view, 0, 0, np.ascontiguousarray(qkv[:, :width]))
-        if qkv.shape[1] > width:
-            attended = attended / (1 + np.exp(-qkv[:, width:]))
-        return attended if beside is None else np.concatenate([attended, mixed], axis=1)
+        view, beside = self._views[self._sizes[layer]], here.beside
+        if beside is None:
+            return self._attention(layer, view, 0, 0, qkv)
+        qkv, rows = np.split(qkv, [qkv.shape[1] - beside.inputs], axis=1)
+        return np.concatenate(
+            [self._attention(layer, view, 0, 0, qkv), self._mixers[layer](rows)], axis=1
+        )
 
 
 def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
@@ -178,7 +177,7 @@ def float_segments(
         threads: number of threads; None takes all usable cores. A thread pool of the process keeps
             its own number.
     """
-    if checkpoint.config.native_parts or checkpoint.config.has_experts:
+    if needs_host(checkpoint.config):
         segments = range(checkpoint.config.layer_count + 1)
         yield from (ExpertSegment(checkpoint, index) for index in segments)
         return

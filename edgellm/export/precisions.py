@@ -38,7 +38,7 @@ from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
 from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
 from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
 from edgellm.store.manifest import PACKED
@@ -201,7 +201,8 @@ class _Parts:
 
     def qkv(self, layer: int) -> Linear:
         name, bias = f"layers.{layer}", qkv_bias(self._checkpoint, layer)
-        layers = self._linear(f"{name}.qkv", *(f"{name}.{part}" for part in "qkv"))
+        parts = mixer_inputs(self._checkpoint.config, layer)
+        layers = self._linear(f"{name}.qkv", *(f"{name}.{part}" for part in parts))
         return self._biased(
             layers, None if bias is None else self._file.add(f"{name}.qkv_bias", bias)
         )

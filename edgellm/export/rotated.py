@@ -31,7 +31,7 @@ from edgellm.graphs.linear import (
 from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
-from edgellm.graphs.tensors import model_tensors
+from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.gptq import quantize_channels_for
@@ -51,6 +51,8 @@ _ROTATION_SEED = 0
 # Runs of 64 mix nearly as well as longer ones (KL divergence 0.0049 against 0.0046 with runs of 512
 # before down_proj, simulated for SmolLM2-135M) and are an eighth of their float product.
 _HADAMARD_LIMIT = 64
+# Input projections of a mixer in 16 bits.
+_FINE = ("v", "delta_a", "delta_b")
 
 
 class Observer(Protocol):
@@ -125,7 +127,7 @@ class _Store(ABC):
 
     @abstractmethod
     def value(self, name: str, weight: Floats) -> Linear:
-        """Store the weight of V in 16 bits.
+        """Store the weight of V, or of rates that act on all tokens behind, in 16 bits.
 
         In 8 bits, V causes a third of the cost of rounding weights (KL divergence to float32,
         SmolLM2-135M, each weight to the nearest: V alone 0.0010, all together 0.0029).
@@ -207,7 +209,7 @@ class _RotatedLayers:
         config, weights = self._config, {}
         if index:
             before, layer = f"layers.{index - 1}", config.layers[index - 1]
-            weights[f"{before}.o"] = self._writes(f"{before}.o", layer.attention.size)
+            weights[f"{before}.o"] = self._writes(f"{before}.o", layer.mixer.size)
             if layer.experts is None:
                 for name in (f"{before}.gate", f"{before}.up"):
                     if name in self._specs:
@@ -216,8 +218,11 @@ class _RotatedLayers:
         if index < config.layer_count:
             here = f"layers.{index}"
             norm = f"{here}.attention_norm"
-            weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
-            weights[f"{here}.v"] = self._reads(norm, f"{here}.v")
+            parts = mixer_inputs(config, index)
+            if config.layers[index].attends:
+                weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
+                parts = parts[2:]
+            weights |= {f"{here}.{part}": self._reads(norm, f"{here}.{part}") for part in parts}
         return weights
 
     def storage(self, name: str) -> str:
@@ -278,11 +283,14 @@ class _RotatedLayers:
         return BiasedLinear(layer, store.array(bias, values @ self._rotation if writes else values))
 
     def _qkv(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
-        query_key, value = f"layers.{layer}.qk", f"layers.{layer}.v"
+        parts = mixer_inputs(self._config, layer)
+        if self._config.layers[layer].attends:
+            parts = ["qk", *parts[2:]]
+        names = [f"layers.{layer}.{part}" for part in parts]
         joined = ConcatLinear(
-            (
-                store.linear(query_key, weights[query_key]),
-                store.value(value, weights[value]),
+            tuple(
+                (store.value if part in _FINE else store.linear)(name, weights[name])
+                for part, name in zip(parts, names, strict=True)
             )
         )
         bias = qkv_bias(self._checkpoint, layer)

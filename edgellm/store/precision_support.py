@@ -1,28 +1,108 @@
-"""Support of models by precisions; the runtime, which has no exporter, asks here as well."""
+"""Support of models by precisions and back ends: the one table of what each of them lacks.
+
+The C++ kernels compute all parts. The runtime, which has no exporter, asks here as well.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.kernels.experts import Routing
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
-from edgellm.store.manifest import PACKED, Manifest
+from edgellm.store.manifest import Manifest
 from edgellm.store.reference import FOLDER as REFERENCE
 
 # Precisions around a rotated residual stream (see `export/rotated.py`).
 ROTATED = ("w8a8", "w8a16-qdq", "w8a8-qdq")
 # Precisions with static scales, calibrated without a sequence's first tokens: the host has those.
 STATIC = ("w8a16-qdq", "w8a8-qdq")
-# Precisions that can have a model's experts computed on the host, between two graphs.
-_BESIDE_EXPERTS = (PACKED, "f32", "f16", "w4a16", "w8a8")
-_EXPERTS = "it has experts, which are computed on the host beside f32, f16, w4a16 and w8a8 alone"
+# Precisions of chunks between which the C++ kernels may compute a part.
+_BESIDE_HOST = ("f32", "f16", "w4a16", "w8a8")
+# Graphs without C++ kernels beside them, and back ends that decode in graphs.
+_ALONE = (*STATIC, "int4", "portable", "reference", "chunked")
+_GPU = ("triton", "cuda")
+_ALL = (*_BESIDE_HOST, *_ALONE, *_GPU)
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a model that some precisions or back ends lack.
+
+    Attributes:
+        name: name in "it has ...".
+        there: whether a model has the part.
+        lacking: names of the precisions and back ends that lack it.
+        why: reason, unless it is that there is no code for it.
+    """
+
+    name: str
+    there: Callable[[ModelConfig], bool]
+    lacking: Collection[str]
+    why: str = ""
+
+
+def _layer(there: Callable[[LayerConfig], bool]) -> Callable[[ModelConfig], bool]:
+    return lambda config: any(map(there, config.layers))
+
+
+def _attention(there: Callable[[Attention], bool]) -> Callable[[ModelConfig], bool]:
+    return lambda config: any(map(there, config.attentions.values()))
+
+
+def _routing(there: Callable[[Routing], bool]) -> Callable[[ModelConfig], bool]:
+    return _layer(lambda layer: layer.experts is not None and there(layer.experts))
+
+
+def _is_clamped(layer: LayerConfig) -> bool:
+    return layer.mlp.activation == "clamped_swiglu"
+
+
+PARTS = (
+    Part("experts", _routing(lambda _: True), (*_ALONE, "cuda")),
+    Part("experts chosen by sigmoids", _routing(lambda x: x.scores == "sigmoid"), _GPU),
+    Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _GPU),
+    Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _GPU),
+    Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
+    Part("factors of experts", _routing(lambda x: x.scaled), _GPU),
+    Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
+    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
+    Part("a clamped SwiGLU", _layer(_is_clamped), _GPU),
+    Part(
+        "a clamped SwiGLU without experts",
+        _layer(lambda x: _is_clamped(x) and x.experts is None),
+        (*_BESIDE_HOST, *_ALONE),
+    ),
+    Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
+    Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
+    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
+    Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
+    Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
+    Part("scaled layers", _layer(lambda x: x.scaled), _ALL),
+    Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _ALL),
+    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
+    Part(
+        "norms of what attention and MLP add to the residual",
+        _layer(lambda x: x.norms_outputs),
+        ROTATED,
+        "their weights do not commute with rotating it",
+    ),
+    Part(
+        "layer norms",
+        lambda config: config.norm == "layer",
+        ROTATED,
+        "they take a mean from the residual, which does not commute with rotating",
+    ),
+)
 
 
 def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
@@ -30,26 +110,20 @@ def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
     return sorted(set(precisions(config) if callable(precisions) else precisions))
 
 
-def why_not(precision: str, config: ModelConfig) -> str | None:
-    """Return why a precision cannot compute a model, as text for an error; None if it can."""
-    if config.native_parts:
-        return None if precision == PACKED else _native(config)
-    if config.has_experts and precision not in _BESIDE_EXPERTS:
-        return _EXPERTS
-    if precision not in ROTATED:
+def why_not(name: str, config: ModelConfig) -> str | None:
+    """Return why a precision or back end cannot compute a model, for an error; None if it can."""
+    lacking = [part for part in PARTS if name in part.lacking and part.there(config)]
+    if not lacking:
         return None
-    if config.norm == "layer":
-        return "its layer norms take a mean from the residual, which does not commute with rotating"
-    if any(layer.norms != "pre" for layer in config.layers):
-        return (
-            "it normalizes what attention and MLP add to the residual, with weights that do not "
-            "commute with rotating"
-        )
-    return None
+    *others, last = (part.name for part in lacking)
+    parts = f"{', '.join(others)} and {last}" if others else last
+    reasons = "; ".join(part.why for part in lacking if part.why)
+    return f"it has {parts}, which {name} does not compute{reasons and f': {reasons}'}"
 
 
-def _native(config: ModelConfig) -> str:
-    return f"it has {config.native_parts}, which the C++ kernels alone compute"
+def needs_host(config: ModelConfig) -> bool:
+    """Whether a model has parts that the C++ kernels compute beside graphs, or alone."""
+    return any("portable" in part.lacking and part.there(config) for part in PARTS)
 
 
 def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> None:
@@ -61,8 +135,13 @@ def require(precision: str, config: ModelConfig, *, among: Sequence[str]) -> Non
     Raises:
         UnsupportedModelError: the precision cannot compute the model.
     """
-    if why_not(precision, config) is not None:
-        raise _refusal(precision, config, among)
+    reason = why_not(precision, config)
+    if reason is not None:
+        others = [other for other in among if why_not(other, config) is None]
+        raise UnsupportedModelError(
+            f"precision {precision} cannot compute {config.model_type}: {reason}. Take "
+            f"{' or '.join([*others, '`prefill` and `decode` native'])}"
+        )
 
 
 def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
@@ -72,29 +151,9 @@ def first_supported(precisions: Sequence[str], config: ModelConfig) -> str:
         UnsupportedModelError: no precision can.
     """
     usable = (precision for precision in precisions if why_not(precision, config) is None)
-    precision = next(usable, None)
-    if precision is None:
-        raise _refusal(precisions[0], config, precisions)
+    precision = next(usable, precisions[0])
+    require(precision, config, among=precisions)
     return precision
-
-
-def _refusal(precision: str, config: ModelConfig, among: Sequence[str]) -> UnsupportedModelError:
-    if config.native_parts:
-        return UnsupportedModelError(
-            f"precision {precision} cannot compute {config.model_type}: {_native(config)}; take "
-            f"`prefill` and `decode` native, or export {PACKED} alone"
-        )
-    if why_not(precision, config) == _EXPERTS:
-        return UnsupportedModelError(
-            f"precision {precision} cannot compute {config.model_type}: {_EXPERTS}; take `prefill` "
-            f"and `decode` native, or export {PACKED} or one of these"
-        )
-    others = [other for other in among if why_not(other, config) is None]
-    advice = " or ".join(others) or "another `prefill`: native, cpu, openvino"
-    return UnsupportedModelError(
-        f"precision {precision} rotates the residual, which {config.model_type} does not bear: "
-        f"{why_not(precision, config)}; take {advice}"
-    )
 
 
 def remove_precisions(path: Path, precisions: Collection[str]) -> int:

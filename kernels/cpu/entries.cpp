@@ -30,6 +30,8 @@ void edgellm_linear(const edgellm::LinearCall* call) { EDGELLM_CALL(linear(*call
 
 void edgellm_mamba2(const edgellm::Mamba2Call* call) { EDGELLM_CALL(mamba2(*call)) }
 
+void edgellm_short_conv(const edgellm::ShortConvCall* call) { EDGELLM_CALL(short_conv(*call)) }
+
 double edgellm_bare_products(int32_t threads, int32_t turns) { EDGELLM_CALL(bare_products(threads, turns)) }
 
 int32_t edgellm_step(const edgellm::StepCall* call) { EDGELLM_CALL(step(*call)) }

@@ -4,14 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../cpu/state_rows.h"
 #include "../linear/call.h"
 
 namespace edgellm {
 
 constexpr int STATE_COLUMNS = 32;  // of a head's matrix that lie side by side in a state
 constexpr int MOST_DELTA_TAPS = 8;
-
-struct StateTarget;  // ../step/call.h
 
 // The gated delta net of a layer; the same fields, in the same order, as in native.py. A state is
 // [taps - 1, channels] inputs of the convolution, the oldest first, then the matrix of each value head,
@@ -44,18 +43,11 @@ struct DeltaNet {
     int outputs() const { return b_at() + b.count() * PANEL; }
 };
 
-// Rows of one sequence that follow each other.
-struct DeltaSpan {
-    const float* source;         // the state before the first row; null: all zeros
-    const StateTarget* targets;  // in the order of their rows; the last one, for all rows, may be the source
-    int32_t rows;
-};
-
 // Arguments of one call; the same fields, in the same order, as in native.py.
 struct DeltaNetCall {
     DeltaNet net;
     const float* in;         // [rows, net.outputs()]
-    const DeltaSpan* spans;  // span_count; their rows come one after the other
+    const StateRows* spans;  // span_count; their rows come one after the other
     float* out;              // [rows, value_heads * value_dim]
     float* workspace;        // as many floats as DeltaNetBuffers has
     float epsilon;           // of the norms

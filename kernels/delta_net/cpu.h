@@ -8,7 +8,7 @@
 class DeltaNetRows {
 public:
     // `state`: where the layer's state begins in a target's block.
-    DeltaNetRows(const edgellm::DeltaNet& net, const float* in, float* workspace, std::vector<edgellm::DeltaSpan> spans,
+    DeltaNetRows(const edgellm::DeltaNet& net, const float* in, float* workspace, std::vector<edgellm::StateRows> spans,
                  size_t state, int rows, int threads)
         : net_(net), in_(in), b_(edgellm::DeltaNetBuffers::in(workspace, net, rows)), spans_(std::move(spans)),
           state_(state), rows_(rows), first_(spans_.size() + 1) {
@@ -160,7 +160,7 @@ private:
     // Columns of a value head through all rows of a span. With S the matrix before a row, v' = beta (v - e^g S^T k) is
     // what it changes by, and its output is e^g S^T q + (k * q) v'.
     void recur(int span, int head, int first) const {
-        const edgellm::DeltaSpan& at = spans_[span];
+        const edgellm::StateRows& at = spans_[span];
         const int dim = net_.key_dim, key_head = net_.key_head_of(head), inner = first % edgellm::STATE_COLUMNS;
         const size_t offset = net_.columns() + head * net_.matrix() + size_t(first - inner) * dim + inner;
         float* s = static_cast<float*>(edgellm::scratch(4 * size_t(dim) * edgellm::STATE_COLUMNS));
@@ -194,7 +194,7 @@ private:
     // The last inputs of the convolution after the rows that each target names. A span of few rows keeps some of its
     // source, which may be where they go: they move to the front.
     void store_columns(int span) const {
-        const edgellm::DeltaSpan& at = spans_[span];
+        const edgellm::StateRows& at = spans_[span];
         const int before = net_.taps - 1, channels = net_.channels();
         const edgellm::StateTarget* target = at.targets;
         for (bool last = false; !last; ++target) {
@@ -215,7 +215,7 @@ private:
     const edgellm::DeltaNet& net_;
     const float* in_;
     const edgellm::DeltaNetBuffers b_;
-    const std::vector<edgellm::DeltaSpan> spans_;
+    const std::vector<edgellm::StateRows> spans_;
     const size_t state_;
     const int rows_;
     std::vector<int> first_;  // row of each span, and behind the last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,24 +12,10 @@ from edgellm.kernels.checks import floats
 from edgellm.kernels.delta_net.weights import DeltaNetWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
-from edgellm.kernels.native import address
+from edgellm.kernels.native import StatePointers, address
+from edgellm.kernels.state_blocks import StateRows
 
 Floats = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class DeltaSpan:
-    """Consecutive rows of one sequence, and the states before and after them.
-
-    Attributes:
-        source: state before the first row; None: all zeros.
-        targets: numbers of rows, in order, and the arrays that take the state after them; the last
-            is for the state after all rows, and may be the source.
-    """
-
-    rows: int
-    source: Floats | None
-    targets: Sequence[tuple[int, Floats]]
 
 
 class DeltaNetLayer(ctypes.Structure):
@@ -59,29 +44,13 @@ class DeltaNetLayer(ctypes.Structure):
         )
 
 
-class _Target(ctypes.Structure):
-    """Target of a state; the fields are those of call.h, in their order."""
-
-    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
-
-
-class _Span(ctypes.Structure):
-    """Span of a call; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("targets", ctypes.POINTER(_Target)),
-        ("rows", ctypes.c_int32),
-    ]
-
-
 class _Call(ctypes.Structure):
     """Arguments of one call; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("net", DeltaNetLayer),
         ("in", ctypes.c_void_p),
-        ("spans", ctypes.POINTER(_Span)),
+        ("spans", ctypes.POINTER(StatePointers)),
         ("out", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
@@ -91,67 +60,44 @@ class _Call(ctypes.Structure):
 
 def delta_net(
     library: ctypes.CDLL,
+    rows: Floats,
     net: DeltaNetWeights,
-    projections: tuple[Floats, Floats, Floats, Floats],
-    epsilon: float,
-    spans: Sequence[DeltaSpan],
+    spans: Sequence[StateRows],
     *,
+    epsilon: float,
     threads: int = 1,
 ) -> Floats:
     """Compute what the output projection reads, `[C, size]`, and write the states.
 
     Args:
         library: the compiled kernels.
-        projections: those of all rows, as in `reference.py`.
-        epsilon: epsilon of the norms of the outputs.
+        rows: what the projections give, side by side: q, k and v, then z, a and b.
         spans: rows of the sequences, one behind the other.
+        epsilon: epsilon of the norms of the outputs.
 
     Raises:
-        ValueError: projections or spans do not fit.
+        ValueError: rows or spans do not fit.
     """
-    rows = sum(span.rows for span in spans)
-    for span in spans:
-        _check(span, net)
-    given = np.concatenate([_in_panels(each) for each in projections], axis=1)
-    a, width = -(-net.a.outputs // PANEL) * PANEL, net.channels + net.size
-    source = floats(given, (rows, width + 2 * a), "projections")
-    out = np.empty((rows, net.size), np.float32)
+    pointers = StatePointers.of(spans, size=net.state_size)
+    count, lacking = sum(span.rows for span in spans), -net.value_heads % PANEL
+    rows = floats(rows, (count, net.inputs), "rows")
+    if lacking:  # a and b are whole panels
+        ends = [net.channels + net.size, net.inputs - net.value_heads]
+        first, a, b = np.split(rows, ends, axis=1)
+        rows = np.concatenate([first, *(np.pad(x, ((0, 0), (0, lacking))) for x in (a, b))], axis=1)
+    out = np.empty((count, net.size), np.float32)
     numbers = 2 * net.keys + net.size + 3 * net.value_heads
-    workspace = np.empty(rows * numbers, np.float32)
-    targets = [
-        (_Target * len(span.targets))(*(_Target(address(to), n) for n, to in span.targets))
-        for span in spans
-    ]
+    workspace = np.empty(count * numbers, np.float32)
     call = _Call(
         DeltaNetLayer.of(net),
-        address(source),
-        (_Span * len(spans))(
-            *(
-                _Span(address(span.source), to, span.rows)
-                for span, to in zip(spans, targets, strict=True)
-            )
-        ),
+        address(rows),
+        pointers,
         address(out),
         address(workspace),
         epsilon,
         len(spans),
-        rows,
+        count,
         threads,
     )
     library.edgellm_delta_net(ctypes.byref(call))
     return out
-
-
-def _in_panels(x: Floats) -> Floats:
-    """Return rows padded to whole panels, as the products leave them."""
-    return np.pad(x, ((0, 0), (0, -x.shape[1] % PANEL)))
-
-
-def _check(span: DeltaSpan, net: DeltaNetWeights) -> None:
-    ends = [rows for rows, _ in span.targets]
-    if ends != sorted(set(ends)) or not ends or ends[0] < 1 or ends[-1] != span.rows:
-        raise ValueError(f"targets after {ends} rows; needed are rising ones up to {span.rows}")
-    for state in (span.source, *(to for _, to in span.targets)):
-        size = (net.state_size,)
-        if state is not None and floats(state, size, "state") is not state:
-            raise ValueError("a state has no gaps")

@@ -73,6 +73,11 @@ class DeltaRule:
         return int(self.conv.shape[1])
 
     @property
+    def inputs(self) -> int:
+        """Width of what the projections give: q, k and v, z, and two numbers of each value head."""
+        return self.channels + self.size + 2 * self.value_heads
+
+    @property
     def state_size(self) -> int:
         matrices = self.value_heads * self.key_dim * self.value_dim
         return (self.taps - 1) * self.channels + matrices

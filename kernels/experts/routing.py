@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 # Scores of a row's experts: the softmax of their logits, or the sigmoid of each.
 Scores = Literal["softmax", "sigmoid"]
-# Fields that the Triton kernels know.
-_ON_GPU = ("experts", "used", "normalized", "scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +33,3 @@ class Routing:
     bias: bool = False
     selection_bias: bool = False
     scaled: bool = False
-
-
-def not_on_gpu(routing: Routing) -> list[str]:
-    """Return the names of the settings that the Triton kernels do not know, if they have effect."""
-    others = (field for field in fields(routing) if field.name not in _ON_GPU)
-    return [each.name for each in others if getattr(routing, each.name) != each.default]

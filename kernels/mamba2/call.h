@@ -1,6 +1,7 @@
 // The Mamba-2 of a layer, and a call of the op alone.
 #pragma once
 
+#include "../cpu/state_rows.h"
 #include "../linear/call.h"
 
 namespace edgellm {
@@ -30,22 +31,13 @@ struct Mamba2 {
     int head_blocks() const { return inner() / LANE_BLOCK; }
 };
 
-struct StateTarget;
-
-// Rows of one sequence, and its states; see StateSpan in ../step/call.h.
-struct Mamba2Rows {
-    const float* source;
-    const StateTarget* targets;
-    int32_t rows;
-};
-
 // Arguments of one call of the op without its linear layers; the same fields, in the same order, as in native.py.
 struct Mamba2Call {
     Mamba2 layer;
-    const Mamba2Rows* spans;  // span_count
-    const float* rows;           // [count, inputs], of one span after the other
-    float* mixed;                // [count, mixed], written over
-    float* out;                  // [count, inner]
+    const StateRows* spans;  // span_count
+    const float* rows;       // [count, inputs], of one span after the other
+    float* mixed;            // [count, mixed], written over
+    float* out;              // [count, inner]
     int32_t span_count, count, threads;
 };
 

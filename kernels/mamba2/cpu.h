@@ -203,21 +203,8 @@ private:
 };
 
 inline void mamba2(const edgellm::Mamba2Call& call) {
-    std::vector<edgellm::StateSpan> states(call.span_count);
-    std::vector<edgellm::Span> spans(call.span_count);
-    edgellm::Places places{{{0, 0}}, {}, {}};
-    for (int s = 0; s < call.span_count; ++s) {
-        states[s] = {call.spans[s].source, call.spans[s].targets};
-        spans[s].states = &states[s];
-        spans[s].rows = call.spans[s].rows;
-        places.spans.push_back({places.spans.back().row + call.spans[s].rows, 0});
-    }
-    edgellm::StepCall step{};
-    step.spans = spans.data();
-    step.span_count = call.span_count;
-    step.count = call.count;
-    step.threads = call.threads;
-    const edgellm::Mixing mixing{step, places, 0, 0, call.rows, size_t(call.layer.inputs()), {}};
+    const edgellm::RowsAlone alone(call.spans, call.span_count, call.count, call.threads);
+    const edgellm::Mixing mixing = alone.mixing(call.rows, call.layer.inputs());
     const Mamba2 op(call.layer, mixing, call.mixed);
     edgellm::run_team(call.threads, 3, [&](edgellm::Worker& worker) {
         op.mix(worker);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 from edgellm.kernels.checks import floats
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.mamba2.weights import LANE_BLOCK, Mamba2Vectors, Mamba2Weights
-from edgellm.kernels.native import address
+from edgellm.kernels.native import StatePointers, address
+from edgellm.kernels.state_blocks import StateRows
 
 Floats = NDArray[np.float32]
 
@@ -52,45 +52,15 @@ def _layer(linear: LinearLayer, vectors: Mamba2Vectors) -> Mamba2Layer:
     )
 
 
-class _Target(ctypes.Structure):
-    """Place of a state; the fields are those of step/call.h, in their order."""
-
-    _fields_ = [("state", ctypes.c_void_p), ("rows", ctypes.c_int32)]
-
-
-class _Rows(ctypes.Structure):
-    """Rows of a sequence; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        ("source", ctypes.c_void_p),
-        ("targets", ctypes.c_void_p),
-        ("rows", ctypes.c_int32),
-    ]
-
-
 class _Call(ctypes.Structure):
     """Arguments of one call of Mamba-2; the fields are those of call.h, in their order."""
 
     _fields_ = [
         ("layer", Mamba2Layer),
-        ("spans", ctypes.c_void_p),
+        ("spans", ctypes.POINTER(StatePointers)),
         *((name, ctypes.c_void_p) for name in ("rows", "mixed", "out")),
         *((name, ctypes.c_int32) for name in ("span_count", "count", "threads")),
     ]
-
-
-@dataclass(frozen=True)
-class StateRows:
-    """Rows of one sequence.
-
-    Attributes:
-        source: state before the first row `[state_size]`; None: all numbers are 0.
-        targets: numbers of rows in ascending order, and the array that takes the state after them.
-            The last is for all rows; the first array may be the source.
-    """
-
-    source: Floats | None
-    targets: Sequence[tuple[int, Floats]]
 
 
 def mamba2(
@@ -110,39 +80,22 @@ def mamba2(
         ValueError: vectors, rows or states do not fit.
     """
     vectors.check()
-    ends = [span.targets[-1][0] for span in spans]
-    padded_heads = -(-vectors.heads // LANE_BLOCK) * LANE_BLOCK
-    padded = np.zeros((sum(ends), vectors.inputs + padded_heads - vectors.heads), np.float32)
-    padded[:, : vectors.inputs] = floats(rows, (sum(ends), vectors.inputs), "rows")
-    mixed = np.empty((len(rows), vectors.channels + 2 * padded_heads), np.float32)
-    out = np.empty((len(rows), vectors.inner), np.float32)
-    targets = [_targets(span, vectors) for span in spans]
-    places = (_Rows * len(spans))(
-        *(
-            _Rows(address(span.source), ctypes.addressof(each), end)
-            for span, each, end in zip(spans, targets, ends, strict=True)
-        )
-    )
+    pointers = StatePointers.of(spans, size=vectors.state_size)
+    count, lacking = sum(span.rows for span in spans), -vectors.heads % LANE_BLOCK
+    rows = floats(rows, (count, vectors.inputs), "rows")
+    if lacking:  # steps are read in whole vectors
+        rows = np.pad(rows, ((0, 0), (0, lacking)))
+    mixed = np.empty((count, vectors.channels + 2 * (vectors.heads + lacking)), np.float32)
+    out = np.empty((count, vectors.inner), np.float32)
     call = _Call(
         _layer(LinearLayer(), vectors),
-        ctypes.addressof(places),
-        address(padded),
+        pointers,
+        address(rows),
         address(mixed),
         address(out),
         len(spans),
-        len(rows),
+        count,
         threads,
     )
     library.edgellm_mamba2(ctypes.byref(call))
     return out
-
-
-def _targets(span: StateRows, vectors: Mamba2Vectors) -> ctypes.Array[_Target]:
-    for state in (span.source, *(state for _, state in span.targets)):
-        if state is not None and not state.flags.c_contiguous:
-            raise ValueError("a state has no gaps")
-        if state is not None:
-            floats(state, (vectors.state_size,), "state")
-    return (_Target * len(span.targets))(
-        *(_Target(address(state), rows) for rows, state in span.targets)
-    )

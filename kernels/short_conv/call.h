@@ -1,6 +1,7 @@
 // The short convolution of a layer.
 #pragma once
 
+#include "../cpu/state_rows.h"
 #include "../linear/call.h"
 
 namespace edgellm {
@@ -12,6 +13,15 @@ struct ShortConv {
     int32_t taps;
 
     int channels() const { return in.outputs / 3; }
+};
+
+// Arguments of one call of the op without its linear layers; the same fields, in the same order, as in native.py.
+struct ShortConvCall {
+    ShortConv conv;
+    const StateRows* spans;  // span_count
+    const float* rows;       // [count, 3 * channels], of one span after the other
+    float* out;              // [count, channels]
+    int32_t span_count, count, threads;
 };
 
 }  // namespace edgellm

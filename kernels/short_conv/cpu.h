@@ -3,7 +3,10 @@
 // A state is [taps - 1, channels]: B * x of the last rows, the oldest first.
 
 // Some channels of a span are an item: its rows are worked through in their order, with whole cache lines side by side.
-inline void short_conv(edgellm::Worker& worker, const edgellm::ShortConv& conv, const edgellm::Mixing& mixing) {
+// give(y, first, end, r): what these groups of channels are of row r.
+template <typename Give>
+inline void short_conv(edgellm::Worker& worker, const edgellm::ShortConv& conv, const edgellm::Mixing& mixing,
+                       const Give& give) {
     const int channels = conv.channels(), groups = channels / edgellm::GROUP, before = conv.taps - 1;
     const int run = std::max(1, groups / (4 * mixing.call.threads)), runs = (groups + run - 1) / run;
     worker.each(mixing.span_count() * runs, [&](int item) {
@@ -27,11 +30,23 @@ inline void short_conv(edgellm::Worker& worker, const edgellm::ShortConv& conv, 
                 store(y + i, sum * load(c + i));
             }
             std::memmove(past, past + width, 4 * size_t(before) * width);
-            quantize_groups(y, first, end, mixing.out, r, false);
+            give(y, first, end, r);
         };
         mixing.walk(span, row, [&](float* after) {
             for (int k = 0; k < before; ++k)
                 std::memcpy(after + size_t(k) * channels + from, past + k * width, 4 * size_t(width));
+        });
+    });
+}
+
+inline void short_conv(const edgellm::ShortConvCall& call) {
+    const edgellm::RowsAlone alone(call.spans, call.span_count, call.count, call.threads);
+    const int channels = call.conv.channels();
+    const edgellm::Mixing mixing = alone.mixing(call.rows, 3 * channels);
+    edgellm::run_team(call.threads, 1, [&](edgellm::Worker& worker) {
+        short_conv(worker, call.conv, mixing, [&](const float* y, int first, int end, int r) {
+            const size_t at = size_t(first) * edgellm::GROUP, bytes = 4 * size_t(end - first) * edgellm::GROUP;
+            std::memcpy(call.out + size_t(r) * channels + at, y, bytes);
         });
     });
 }

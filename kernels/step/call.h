@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../attention/call.h"
+#include "../cpu/state_rows.h"
 #include "../delta_net/call.h"
 #include "../experts/call.h"
 #include "../kv_append/call.h"
@@ -83,12 +84,6 @@ struct Transformer {
     ExpertMemory* expert_memory;  // null: all experts stay in memory
     int32_t layer_count, hidden;
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
-};
-
-// Where the state after so many rows of a span goes; the same fields as in native.py.
-struct StateTarget {
-    float* block;
-    int32_t rows;
 };
 
 // The states of a span in a pool; the same fields as in native.py.

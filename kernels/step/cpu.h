@@ -160,7 +160,10 @@ private:
         const edgellm::ShortConv& conv = layer.short_conv;
         enter_layer(worker, l, conv.in);
         multiply(worker, {{&conv.in, b_.mixed}}, b_.x, conv.in.outputs, false);
-        short_conv(worker, conv, mixing(layer));
+        const edgellm::Mixing here = mixing(layer);
+        short_conv(worker, conv, here, [&](const float* y, int first, int end, int r) {
+            quantize_groups(y, first, end, here.out, r, false);
+        });
     }
 
     void run_mamba2(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -195,7 +198,7 @@ private:
                           {&net.a, b_.mixed + net.a_at()},
                           {&net.b, b_.mixed + net.b_at()}},
                  b_.x, net.outputs(), false);
-        std::vector<edgellm::DeltaSpan> spans;
+        std::vector<edgellm::StateRows> spans;
         for (int s = 0; s < call_.span_count; ++s)
             spans.push_back({here.before(s), call_.spans[s].states[layer.pool].targets, call_.spans[s].rows});
         const DeltaNetRows rows(net, b_.mixed, b_.delta, std::move(spans), here.state, rows_, call_.threads);
@@ -580,30 +583,44 @@ inline size_t workspace(const edgellm::StepCall& call) {
     return bytes + 64;
 }
 
-inline Experts experts_of(const edgellm::ExpertsCall& call, char* memory, size_t& bytes) {
-    return Experts(*call.model, call.count, call.threads, [&](size_t size) {
-        char* taken = memory + bytes;
-        bytes += Buffers::aligned(size);
-        return taken;
-    });
-}
+// The experts of a call by itself, and the rows that a shared one reads.
+struct ExpertsAlone {
+    Experts experts;
+    edgellm::Rows x{};
 
-// What the router's experts give of a layer that has some, and no shared one.
+    ExpertsAlone(const edgellm::ExpertsCall& call, char* memory, size_t& bytes) {
+        const auto take = [&](size_t size) {
+            char* taken = memory + bytes;
+            bytes += Buffers::aligned(size);
+            return taken;
+        };
+        experts = Experts(*call.model, call.count, call.threads, take);
+        const int hidden = call.model->hidden;
+        x = edgellm::Rows::in(take(edgellm::Rows::bytes(call.count, hidden)), call.count, hidden);
+    }
+};
+
+// What the experts of a layer that has some give.
 inline void experts(const edgellm::ExpertsCall& call) {
     size_t bytes = 0;
     const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64, hidden = call.model->hidden;
-    const Experts experts = experts_of(call, call.workspace + (64 - before), bytes);
+    const ExpertsAlone alone(call, call.workspace + (64 - before), bytes);
+    const Experts& experts = alone.experts;
     const edgellm::Layer& layer = call.model->layers[call.layer];
     constexpr int PHASES = 7;
     edgellm::run_team(call.threads, PHASES, [&](edgellm::Worker& worker) {
-        worker.each(call.count, [&](int r) { std::memcpy(experts.normed(r), call.x + r * hidden, 4 * hidden); });
-        experts.run(worker, *call.model, call.layer, {});
+        worker.each(call.count, [&](int r) {
+            std::memcpy(experts.normed(r), call.x + r * hidden, 4 * hidden);
+            if (layer.shared.up.panels)
+                quantize_groups(experts.normed(r), 0, call.model->hidden / edgellm::GROUP, alone.x, r, false);
+        });
+        experts.run(worker, *call.model, call.layer, alone.x);
         worker.each(call.count, [&](int r) { experts.sum(layer, r, call.y + r * hidden, false); });
     });
 }
 
 inline size_t experts_workspace(const edgellm::ExpertsCall& call) {
     size_t bytes = 0;
-    experts_of(call, nullptr, bytes);
+    const ExpertsAlone alone(call, nullptr, bytes);
     return bytes + 64;
 }

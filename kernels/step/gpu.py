@@ -27,7 +27,7 @@ from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.step.checks import check_pools, check_weights
 from edgellm.kernels.step.gpu_inputs import SpanInputs
-from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope, check_parts
+from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights
@@ -97,7 +97,6 @@ class DeviceStep:
         shape = first.heads, first.kv_heads, first.head_dim
         for layer in weights.layers:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
-            check_parts(layer)
             if (layer.heads, layer.kv_heads, layer.head_dim) != shape:
                 raise ValueError(
                     "layers differ in heads, KV heads or head_dim; needed are the same in all"

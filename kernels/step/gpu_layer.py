@@ -8,7 +8,7 @@ there are many rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ import torch
 from edgellm.kernels.attention.gpu import Partials, attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
 from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
-from edgellm.kernels.experts.routing import not_on_gpu
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.linear.gpu import (
@@ -33,7 +32,7 @@ from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import VECTORS, Floats, LayerWeights, Weights
+from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -45,37 +44,6 @@ class DeviceRope(NamedTuple):
     @classmethod
     def of(cls, table: RopeTable, device: str) -> DeviceRope:
         return cls(on_device(table.cos, device), on_device(table.sin, device))
-
-
-# Parts of a layer that are computed here; another one is refused, not left out.
-_PARTS = {
-    *("q", "k", "v", "o", "gate", "up", "down", "heads", "head_norms", "activation", "rope"),
-    *("router", "routing", "pool", "window", "scale", "softcap"),
-}
-
-
-def check_parts(layer: LayerWeights) -> None:
-    """Refuse a layer with a part that the Triton kernels do not compute.
-
-    Raises:
-        ValueError: it has one; the message names it.
-    """
-    for field in fields(layer):
-        value, known = getattr(layer, field.name), field.name in _PARTS or field.name in VECTORS
-        # arrays have no defaults, and floats may be equal and not the same object
-        absent = value is field.default or (isinstance(value, float) and value == field.default)
-        if not (known or absent):
-            raise ValueError(f"Triton kernels compute no {field.name}")
-    if layer.v is None or (layer.head_norms is not None and layer.head_norms.values):
-        raise ValueError("Triton kernels compute no V without a projection, and none with a norm")
-    if layer.activation not in ("silu", "gelu_tanh"):
-        raise ValueError(f"Triton kernels compute no activation {layer.activation}")
-    if layer.routing is not None:
-        unknown = not_on_gpu(layer.routing)
-        if unknown or not all(
-            bias is None for bias in (layer.gate_bias, layer.up_bias, layer.down_bias)
-        ):
-            raise ValueError(f"Triton kernels compute no experts with {unknown or 'biases'}")
 
 
 @dataclass(frozen=True)

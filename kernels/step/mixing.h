@@ -1,6 +1,8 @@
 // What a mixer that keeps a state works on: the rows of a step, one span behind the other.
 #pragma once
 
+#include <vector>
+
 #include "call.h"
 #include "places.h"
 
@@ -33,6 +35,33 @@ struct Mixing {
             if (i + 1 == target->rows) save(target++->block + state);
         }
     }
+};
+
+// Rows that go through a mixer by themselves, apart from a step.
+class RowsAlone {
+public:
+    RowsAlone(const StateRows* given, int span_count, int rows, int threads)
+        : states_(span_count), spans_(span_count), places_{{{0, 0}}, {}, {}} {
+        for (int s = 0; s < span_count; ++s) {
+            states_[s] = {given[s].source, given[s].targets};
+            spans_[s].states = &states_[s];
+            spans_[s].rows = given[s].rows;
+            places_.spans.push_back({places_.spans.back().row + given[s].rows, 0});
+        }
+        call_.spans = spans_.data();
+        call_.span_count = span_count;
+        call_.count = rows;
+        call_.threads = threads;
+    }
+    RowsAlone(const RowsAlone&) = delete;
+
+    Mixing mixing(const float* in, int step) const { return {call_, places_, 0, 0, in, size_t(step), {}}; }
+
+private:
+    std::vector<StateSpan> states_;
+    std::vector<Span> spans_;
+    Places places_;
+    StepCall call_{};
 };
 
 }  // namespace edgellm

@@ -27,7 +27,7 @@ from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.lora.native import NativeAdapter
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import Mamba2Layer
-from edgellm.kernels.native import KV, Rope, address
+from edgellm.kernels.native import KV, Rope, StateTarget, address
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
@@ -120,16 +120,10 @@ class _Span(ctypes.Structure):
     ]
 
 
-class _StateTarget(ctypes.Structure):
-    """Block for the states after some rows; the fields are those of call.h, in their order."""
-
-    _fields_ = [("block", ctypes.c_void_p), ("rows", ctypes.c_int32)]
-
-
 class _StateSpan(ctypes.Structure):
     """States of a span in a pool; the fields are those of call.h, in their order."""
 
-    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(_StateTarget))]
+    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(StateTarget))]
 
     @classmethod
     def of(cls, view: StateView | None) -> _StateSpan:
@@ -137,9 +131,9 @@ class _StateSpan(ctypes.Structure):
             return cls()
         states = view.blocks.states
         first, size = address(states) or 0, states.strides[0]
-        targets = [_StateTarget(first + block * size, rows) for rows, block in view.targets]
+        targets = [StateTarget(first + block * size, rows) for rows, block in view.targets]
         source = None if view.source is None else first + view.source * size
-        return cls(source, (_StateTarget * len(targets))(*targets))
+        return cls(source, (StateTarget * len(targets))(*targets))
 
 
 class _Call(ctypes.Structure):
@@ -393,17 +387,18 @@ class FusedStep:
         return states, logits[:, : weights.head.outputs]
 
     def experts(self, layer: int, x: Floats, *, threads: int = 1) -> Floats:
-        """Take normalized rows `[n, E]` through the experts that a layer's router chooses for each.
+        """Take normalized rows `[n, E]` through a layer's experts, a shared one among them.
 
         The results of a row have the same bits with any number of other rows.
 
         Raises:
-            ValueError: the layer has no experts or a shared one, or the rows have another width.
+            ValueError: the layer has no experts, or an MLP beside them, or the rows have another
+                width.
         """
         hidden = self._weights.embedding.inputs
         here = self._weights.layers[layer]
-        if here.routing is None or here.shared is not None:
-            raise ValueError(f"layer {layer} has no experts, or a shared one")
+        if here.routing is None or here.experts_norm is not None:
+            raise ValueError(f"layer {layer} has no experts, or an MLP beside them")
         if x.ndim != 2 or x.shape[1] != hidden:
             raise ValueError(f"rows are {x.shape}; needed are {hidden} numbers in each")
         rows = np.ascontiguousarray(x, np.float32)

@@ -22,11 +22,13 @@ from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
+from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import DeltaNet
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.store.precision_support import needs_host, why_not
 
 CHUNK = 8
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)
@@ -39,8 +41,8 @@ BACKENDS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "C++": (("packed",), {"decode": "native"}),
     "Triton": (("packed",), {"decode": "triton"}),
 }
-# Of models with experts, which the C++ kernels compute between graphs and decode.
-BESIDE_EXPERTS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
+# Of models with parts that the C++ kernels compute between graphs, and which they decode.
+BESIDE_HOST: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
     "f32": (("f32", "packed"), {"precision": "f32", "prefill": "cpu", "kv_format": "f32"}),
     "w8a8": (("w8a8", "packed"), {"precision": "w8a8", "prefill": "cpu"}),
 }
@@ -84,8 +86,7 @@ def errors_of(model: Any, folder: Path, backends: Iterable[str]) -> dict[str, fl
     """
     largest: dict[str, float | str] = {}
     for backend in filter(usable, backends):
-        table = BESIDE_EXPERTS if has_experts(model) and backend in BESIDE_EXPERTS else BACKENDS
-        precisions, options = table[backend]
+        precisions, options = of_backend(backend, open_checkpoint(folder).config)
         try:
             largest[backend] = _error(model, folder, backend, precisions, options)
         except UnsupportedModelError as error:
@@ -93,9 +94,17 @@ def errors_of(model: Any, folder: Path, backends: Iterable[str]) -> dict[str, fl
     return largest
 
 
-def has_experts(model: Any) -> bool:
-    """Whether transformers' model has experts."""
-    return any("experts" in name for name, _ in model.named_parameters())
+def of_backend(backend: str, config: ModelConfig) -> tuple[tuple[str, ...], Mapping[str, Any]]:
+    """Precisions of the bundle, and options of `load`, of a model in a column of the table."""
+    hosted = needs_host(config) and backend in BESIDE_HOST
+    return (BESIDE_HOST if hosted else BACKENDS)[backend]
+
+
+def is_refused(backend: str, config: ModelConfig) -> bool:
+    """Whether a back end of the table lacks a part of a model."""
+    precisions, options = of_backend(backend, config)
+    asked = {*precisions, *options.values()}
+    return any(why_not(str(name), config) is not None for name in asked)
 
 
 def _error(

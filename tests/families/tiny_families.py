@@ -70,7 +70,7 @@ _HYBRID = {
     "rms_norm_eps": 1e-3,
 }
 _FALCON_H1 = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "head_dim": 32,
     "mamba_d_ssm": 128,
     "mamba_n_heads": 4,
@@ -198,7 +198,6 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "FalconH1",
         {
             **_FALCON_H1,
-            "num_hidden_layers": 2,
             "mamba_n_groups": 1,
             "mamba_rms_norm": True,
             "mamba_norm_before_gate": False,
@@ -315,7 +314,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "head_dim": 32,
             "linear_num_key_heads": 2,
-            "linear_num_value_heads": 6,
+            "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
             "linear_value_head_dim": 32,
             "num_experts": 5,

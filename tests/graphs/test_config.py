@@ -54,7 +54,6 @@ def test_layers_are_named_by_their_mixers_in_json() -> None:
 
 def test_layers_with_states() -> None:
     assert (CONFIG.has_states, HYBRID.has_states) == (False, True)
-    assert (CONFIG.native_parts, HYBRID.native_parts) == ("", "layers with states")
     assert list(HYBRID.attentions) == [0]
     conv = HYBRID.layers[1]
     assert (conv.mixer.size, conv.attends) == (96, False)

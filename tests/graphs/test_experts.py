@@ -92,18 +92,6 @@ def test_experts_of_another_shape_are_refused() -> None:
         replace(CONFIG, layers=(replace(LAYER, shared=SharedExpert(intermediate=40)),))
 
 
-def test_parts_that_only_the_cpp_kernels_compute() -> None:
-    plain = replace(LAYER, experts=None)
-    sinks = replace(plain, mixer=replace(plain.attention, sinks=True))
-    clamped = replace(sinks, mlp=replace(plain.mlp, activation="clamped_swiglu"))
-    assert LAYER.experts is not None
-    sigmoid = replace(LAYER, experts=replace(LAYER.experts, scores="sigmoid"))
-    layers = (plain, LAYER, sigmoid, sinks, clamped)
-    found = [replace(CONFIG, layers=(each,)).native_parts for each in layers]
-    both = "attention sinks and a clamped SwiGLU"
-    assert found == ["", "", "experts", "attention sinks", both]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -8,8 +8,9 @@ import pytest
 from random_weights import random_weight
 
 from edgellm.kernels.delta_net import DeltaNetWeights, reference
-from edgellm.kernels.delta_net.native import DeltaSpan, delta_net
+from edgellm.kernels.delta_net.native import delta_net
 from edgellm.kernels.linear import PackedWeights, pack_weight
+from edgellm.kernels.state_blocks import StateRows
 
 HIDDEN = 32
 EPSILON = 1e-6
@@ -81,6 +82,18 @@ def state_of(net: DeltaNetWeights, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(net.state_size).astype(np.float32)
 
 
+def mixed(
+    library: ctypes.CDLL,
+    net: DeltaNetWeights,
+    rows: Rows,
+    spans: list[StateRows],
+    *,
+    threads: int,
+) -> np.ndarray:
+    inputs = np.concatenate(rows, axis=1)
+    return delta_net(library, inputs, net, spans, epsilon=EPSILON, threads=threads)
+
+
 def run(
     library: ctypes.CDLL,
     net: DeltaNetWeights,
@@ -92,8 +105,7 @@ def run(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Outputs, and the states after each of `ends` rows."""
     targets = [(end, np.empty(net.state_size, np.float32)) for end in ends]
-    span = DeltaSpan(len(rows[0]), state, targets)
-    out = delta_net(library, net, rows, EPSILON, [span], threads=threads)
+    out = mixed(library, net, rows, [StateRows(state, targets)], threads=threads)
     return out, [to for _, to in targets]
 
 
@@ -174,13 +186,13 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(
         for end in cuts:
             after, theirs, beside = (np.empty(net.state_size, np.float32) for _ in range(3))
             spans = [
-                DeltaSpan(3, None, [(1, theirs), (3, beside)]),
-                DeltaSpan(end - first, before, [(end - first, after)]),
-                DeltaSpan(3, state, [(3, np.empty_like(state))]),
+                StateRows(None, [(1, theirs), (3, beside)]),
+                StateRows(before, [(end - first, after)]),
+                StateRows(state, [(3, np.empty_like(state))]),
             ]
             parts = zip(others, cut(inputs, first, end), others, strict=True)
             qkv, z, a, b = map(np.concatenate, parts)
-            out = delta_net(compiled, net, (qkv, z, a, b), EPSILON, spans, threads=threads)
+            out = mixed(compiled, net, (qkv, z, a, b), spans, threads=threads)
             np.testing.assert_array_equal(out[3:-3], whole[first:end])
             np.testing.assert_array_equal(after, wanted.get(end, after))
             before, first = after, end
@@ -193,9 +205,7 @@ def test_a_state_may_be_written_where_it_was_read(
 ) -> None:
     inputs, state = rows_of(net, rows), state_of(net)
     right, (last,) = run(compiled, net, inputs, state, (rows,))
-    out = delta_net(
-        compiled, net, inputs, EPSILON, [DeltaSpan(rows, state, [(rows, state)])], threads=2
-    )
+    out = mixed(compiled, net, inputs, [StateRows(state, [(rows, state)])], threads=2)
     np.testing.assert_array_equal(out, right)
     np.testing.assert_array_equal(state, last)
 
@@ -224,5 +234,5 @@ def test_targets_that_are_no_rows_of_the_span_are_refused(
     native_library: ctypes.CDLL, ends: tuple[int, ...]
 ) -> None:
     net = weights(2, 2, 16, 32, 4, False)
-    with pytest.raises(ValueError, match="needed are rising ones up to 4"):
+    with pytest.raises(ValueError, match=r"states after|rows is float32 \([35],"):
         run(native_library, net, rows_of(net, 4), None, ends)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.mamba2 import Mamba2Vectors, reference
-from edgellm.kernels.mamba2.native import StateRows, mamba2
+from edgellm.kernels.mamba2.native import mamba2
+from edgellm.kernels.state_blocks import StateRows
 
 # Heads, channels of each, numbers of a channel's state, groups, taps; with 5 there is no norm.
 SIZES = [(3, 16, 16, 1, 4), (12, 32, 48, 2, 4), (20, 16, 128, 4, 2), (2, 64, 32, 2, 5)]
@@ -146,9 +147,9 @@ def test_what_does_not_fit_is_refused() -> None:
             wrong.check()
     rows, library = rows_of(vectors, 2), ctypes.CDLL(None)
     for span, words in (
-        (StateRows(None, [(2, np.zeros(5, np.float32))]), "state is float32"),
+        (StateRows(None, [(2, np.zeros(5, np.float32))]), "needed is float32"),
         (StateRows(None, [(3, state_of(vectors))]), "rows is float32"),
-        (StateRows(None, [(2, np.zeros((vectors.state_size, 2), np.float32)[:, 0])]), "no gaps"),
+        (StateRows(None, [(2, np.zeros((vectors.state_size, 2), np.float32)[:, 0])]), "with gaps"),
     ):
         with pytest.raises(ValueError, match=words):
             mamba2(library, rows, vectors, [span])

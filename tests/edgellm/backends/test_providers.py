@@ -144,5 +144,5 @@ def test_auto_takes_what_can_compute_the_model() -> None:
     config = CONFIGS["gemma3"]
     options = EngineOptions(prefill="cpu", decode="portable")
     assert select(options).precisions(config) == {"f32", "int4"}
-    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*take f32 or f16 or w4a16"):
+    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*Take f32 or f16 or w4a16"):
         select(replace(options, precision="w8a8")).prefill_precision(config)

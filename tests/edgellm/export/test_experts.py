@@ -17,7 +17,6 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 from edgellm import load
 from edgellm.backends import selection
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.parts import require_on_gpu, why_not_on_gpu
 from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.auto_prefill import auto_choice
 from edgellm.errors import BundleError, OptionError, UnsupportedModelError
@@ -117,7 +116,7 @@ def test_some_precisions_have_no_experts_beside_them(
     exported: Exported, tmp_path: Path, precision: str
 ) -> None:
     assert why_not(precision, CONFIG) is not None
-    words = rf"precision {precision} cannot compute qwen3_moe: it has experts.*native.*packed"
+    words = rf"precision {precision} cannot compute qwen3_moe: it has experts.*Take .*f32.*native"
     with pytest.raises(UnsupportedModelError, match=words):
         export(
             exported.folder,
@@ -163,7 +162,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_other_back_ends_are_refused(exported: Exported, options: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"is '\w+'.*has experts.*take .*native"):
+    with pytest.raises(UnsupportedModelError, match=r"is '\w+'.* compute random: .*Take .*native"):
         select(EngineOptions(**options), CONFIG)
 
 
@@ -234,11 +233,10 @@ def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_router_that_a_gpu_does_not_know(exported: Exported) -> None:
-    assert why_not_on_gpu(CONFIG) is None
+    assert why_not("triton", CONFIG) is None
     config = with_layers(exported.bundle.config, replace(ROUTING, scores="sigmoid"))
-    words = "its routers have scores, which Triton kernels do not compute"
-    assert why_not_on_gpu(config) == words
-    with pytest.raises(UnsupportedModelError, match=rf"triton cannot compute qwen3_moe: {words}"):
-        require_on_gpu(config, "triton")
-    with pytest.raises(UnsupportedModelError, match=r"experts, which the C.. kernels alone"):
-        select(EngineOptions(decode="triton"), config)
+    words = "it has experts chosen by sigmoids, which triton does not compute"
+    assert why_not("triton", config) == words
+    for option in ({"decode": "triton"}, {"prefill": "triton"}):
+        with pytest.raises(UnsupportedModelError, match=rf"is 'triton'.*qwen3_moe: {words}. Take"):
+            select(EngineOptions(**option), config)

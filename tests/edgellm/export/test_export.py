@@ -69,15 +69,15 @@ def test_what_cannot_be_rotated_is_refused_by_name(
     model = make_model(model_type="olmo2")
     for precision in ROTATED:
         with pytest.raises(
-            UnsupportedModelError, match=rf"precision {precision} .*olmo2.*take f32 or .*int4"
+            UnsupportedModelError, match=rf"precision {precision} .*olmo2.*Take f32 or .*int4"
         ):
             export_tiny(model, tmp_path / "bundle", precisions=[precision])
     assert not (tmp_path / "bundle").exists()
     export_tiny(model, tmp_path / "bundle")
     assert set(open_bundle(tmp_path / "bundle").manifest.precisions) == {"packed", "f32", "int4"}
-    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*take f32 or f16"):
+    with pytest.raises(UnsupportedModelError, match=r"precision w8a8 .*Take f32 or f16"):
         load(str(model), precision="w8a8")
-    with pytest.raises(UnsupportedModelError, match="take another `prefill`: native"):
+    with pytest.raises(UnsupportedModelError, match="Take `prefill` and `decode` native"):
         first_supported(("w8a16-qdq",), open_bundle(tmp_path / "bundle").config)
 
 
@@ -86,7 +86,7 @@ def test_why_a_model_cannot_be_rotated(make_model: MakeModel, model_type: str) -
     config = open_checkpoint(make_model(model_type=model_type)).config
     reason = why_not("w8a8", config)
     assert reason is not None
-    assert ("take a mean" if model_type == "starcoder2" else "add to the residual") in reason
+    assert ("take a mean" if model_type == "starcoder2" else "commute with rotating it") in reason
     assert all(why_not(precision, config) is None for precision in set(PRECISIONS) - {*ROTATED})
 
 

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from random_checkpoint import CONFIGS
+
+from edgellm.backends.providers import PROVIDERS
+from edgellm.backends.registry import DECODE_BACKENDS
+from edgellm.export.precisions import PRECISIONS
+from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import (
+    Attention,
+    DeltaNet,
+    LayerConfig,
+    Mamba2,
+    Mlp,
+    SharedExpert,
+    ShortConv,
+)
+from edgellm.kernels.experts import Routing
+from edgellm.store.precision_support import PARTS, needs_host, why_not
+
+CONFIG = CONFIGS["llama"]
+LAYER = CONFIG.layers[0]
+ROUTED = replace(LAYER, experts=Routing(experts=4, used=2))
+NETS = {"key_heads": 1, "value_heads": 1, "key_dim": 16, "value_dim": 32}
+MAMBA = Mamba2(heads=2, head_dim=16, state_dim=16, groups=1, taps=4, norm_eps=1e-5)
+# Fields that all precisions and back ends compute; others are parts of the table.
+EVERYWHERE: dict[type, set[str]] = {
+    LayerConfig: {"mlp"},
+    Mlp: {"intermediate", "gated", "bias"},
+    Attention: {
+        *("heads", "kv_heads", "head_dim", "rope", "window", "scale", "qk_norm", "softcap"),
+        *("qkv_bias", "output_bias"),
+    },
+    Routing: {"experts", "used", "normalized", "scale"},
+    SharedExpert: {"intermediate", "routed"},
+    ModelConfig: {
+        *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
+        *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
+    },
+}
+
+
+def layer(of: LayerConfig = LAYER, **changes: Any) -> ModelConfig:
+    return replace(CONFIG, layers=(LAYER, replace(of, **changes)))
+
+
+def attention(**changes: Any) -> ModelConfig:
+    return layer(mixer=replace(LAYER.attention, **changes))
+
+
+def routing(**changes: Any) -> ModelConfig:
+    assert ROUTED.experts is not None
+    return layer(ROUTED, experts=replace(ROUTED.experts, **changes))
+
+
+NORMED = {"qk_norm": "head"}
+# Field of a config -> a model with it, and the part that it is.
+CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
+    (LayerConfig, "experts"): (layer(ROUTED), "experts"),
+    (LayerConfig, "shared"): (
+        layer(ROUTED, shared=SharedExpert(intermediate=32)),
+        "shared experts",
+    ),
+    (SharedExpert, "beside"): (
+        layer(ROUTED, norms="sandwich", shared=SharedExpert(intermediate=32, beside=True)),
+        "an MLP beside experts",
+    ),
+    (LayerConfig, "beside"): (layer(beside=MAMBA), "a mixer beside attention"),
+    (LayerConfig, "scaled"): (layer(scaled=True), "scaled layers"),
+    (LayerConfig, "norms"): (layer(norms="sandwich"), "norms of what attention and MLP add"),
+    (LayerConfig, "mixer"): (layer(mixer=ShortConv(channels=96, taps=3)), "layers with states"),
+    (Mlp, "activation"): (
+        layer(mlp=replace(LAYER.mlp, activation="clamped_swiglu")),
+        "a clamped SwiGLU without experts",
+    ),
+    (Attention, "v_norm"): (attention(v_norm=True, **NORMED), "norms of V"),
+    (Attention, "k_as_v"): (attention(k_as_v=True, **NORMED), "V made of K"),
+    (Attention, "kv_from"): (attention(kv_from=0), "layers that share K and V"),
+    (Attention, "output_gate"): (attention(output_gate=True), "gates of attention"),
+    (Attention, "sinks"): (attention(sinks=True), "attention sinks"),
+    (Routing, "scores"): (routing(scores="sigmoid"), "experts chosen by sigmoids"),
+    (Routing, "bias"): (routing(bias=True), "biases of routers"),
+    (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
+    (Routing, "selection_bias"): (routing(selection_bias=True), "biases of routers"),
+    (ModelConfig, "norm"): (replace(CONFIG, norm="layer"), "layer norms"),
+    (ModelConfig, "layer_embedding"): (
+        replace(CONFIG, layer_embedding=32),
+        "embeddings for each layer",
+    ),
+}
+
+
+def test_every_field_is_in_the_table_or_computed_everywhere() -> None:
+    for kind, known in EVERYWHERE.items():
+        parts = {name for of, name in CASES if of is kind}
+        assert {field.name for field in fields(kind)} == known | parts, kind
+
+
+@pytest.mark.parametrize("field", CASES, ids=lambda field: f"{field[0].__name__}.{field[1]}")
+def test_a_part_is_named(field: tuple[type, str]) -> None:
+    config, name = CASES[field]
+    reasons = [why_not(each, config) for part in PARTS for each in part.lacking]
+    assert any(name in (reason or "") for reason in reasons)
+
+
+def test_names_are_those_of_precisions_and_back_ends() -> None:
+    assert {name for part in PARTS for name in part.lacking} <= {
+        *PRECISIONS,
+        *DECODE_BACKENDS,
+        *PROVIDERS,
+    }
+    for name in ("packed", "native"):
+        assert all(name not in part.lacking for part in PARTS)
+
+
+def test_what_stands_between_graphs() -> None:
+    states = layer(mixer=DeltaNet(**NETS, taps=4))
+    assert needs_host(states)
+    assert not needs_host(CONFIG)
+    for name in ("f32", "f16", "w4a16", "w8a8"):
+        assert why_not(name, states) is None
+    reason = "it has layers with states, which w8a16-qdq does not compute"
+    assert why_not("w8a16-qdq", states) == reason
