@@ -24,7 +24,8 @@ class Fused:
     Attributes:
         name: name of the file's tensor.
         parts: names of the layer's tensors whose rows it holds, in the order of the rows.
-        by_heads: whether it has this order within each of the layer's attention heads.
+        by_heads: whether it has this order within each head of attention, or key head of a delta
+            net.
         interleaved: whether the parts take turns row by row, and not one whole part after another.
         transposed: whether a stack of floats has its columns first, `[X, K, N]`. (Codes never do.)
     """
@@ -116,6 +117,11 @@ GGUF_FUSED_QKV: Names = {
 GGUF_FUSED_EXPERTS: Names = {
     f"expert_{x}": Fused("blk.{}.ffn_gate_up_exps.weight", _GATE_UP) for x in _GATE_UP
 }
+# Early files of Qwen3-Next have q, k, v and z of delta nets in one tensor, as its folders.
+GGUF_FUSED_DELTA: Names = {
+    f"delta_{x}": Fused("blk.{}.ssm_in.weight", ("delta_qkv", "delta_z"), by_heads=True)
+    for x in ("qkv", "z")
+}
 # Modules of a layer in which MLX stacks its experts.
 _MLX_STACKS = (
     *("mlp.switch_mlp", "block_sparse_moe.switch_mlp", "feed_forward.switch_mlp"),
@@ -155,6 +161,7 @@ HF_FUSED_MLP: Names = {
 
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "glm4moe": "glm4_moe",
@@ -167,12 +174,13 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
 }
 # Parts of models that are not supported -> words in the names of architectures that need them.
 _MISSING: Mapping[str, tuple[str, ...]] = {
     "a router of another kind": ("phimoe",),
     "recurrent layers": (
-        "bamba", "falconh1", "hybrid", "jamba", "mamba", "nemotronh",
+        "bamba", "hybrid", "jamba", "mamba", "nemotronh",
         "recurrentgemma", "rwkv",
     ),
     "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),

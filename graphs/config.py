@@ -20,15 +20,17 @@ _LARGEST = {
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "layer": {"experts": None, "shared": None, "scaled": False},
+    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None},
     "mixer": {
         "sinks": False,
         "output_gate": False,
+        "gate_norm": True,
         "v_norm": False,
         "k_as_v": False,
         "kv_from": None,
     },
-    "experts": {"scores": "softmax", "bias": False, "selection_bias": False},
+    "experts": {"scores": "softmax", "bias": False, "selection_bias": False, "scaled": False},
+    "shared": {"beside": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
 _ROTATED_SHARE = 4
@@ -96,6 +98,8 @@ class ModelConfig:
             if layer.shared is not None:
                 _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
+            if layer.beside is not None:
+                _check_groups("size", layer.beside.size)
             if not layer.attends:
                 continue
             if not 0 <= layer.attention.rope < len(self.ropes):
@@ -173,8 +177,8 @@ class ModelConfig:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layer keeps a state in place of K and V."""
-        return not all(layer.attends for layer in self.layers)
+        """Whether some layer keeps a state, in place of K and V or beside them."""
+        return any(layer.state_mixer is not None for layer in self.layers)
 
     def rope_of(self, layer: int) -> Rope:
         return self.ropes[self.layers[layer].attention.rope]
@@ -195,6 +199,8 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
     values = asdict(layer)
     if layer.experts is not None:
         _leave_out(values["experts"], _LATER["experts"])
+    if layer.shared is not None:
+        _leave_out(values["shared"], _LATER["shared"])
     _leave_out(values["mixer"], _LATER["mixer"])
     _leave_out(values, _LATER["layer"])
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}

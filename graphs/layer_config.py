@@ -195,6 +195,7 @@ class Mamba2:
         taps: rows that a row's convolution sees, itself included.
         norm_eps: number added to the mean squares of the norm.
         conv_bias: whether the convolution has a bias.
+        gate_norm: whether the gated output is normalized.
     """
 
     heads: int
@@ -204,6 +205,7 @@ class Mamba2:
     taps: int
     norm_eps: float
     conv_bias: bool = True
+    gate_norm: bool = True
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -297,7 +299,9 @@ class DeltaNet:
         return (self.taps - 1) * self.channels + matrices
 
 
-# What mixes the rows of a sequence in a layer. All but attention keep a state of `state_size`.
+# What keeps a state of `state_size` in place of K and V.
+StateMixer = ShortConv | Mamba2 | DeltaNet
+# What mixes the rows of a sequence in a layer.
 Mixer = Attention | ShortConv | Mamba2 | DeltaNet
 
 
@@ -328,10 +332,13 @@ class SharedExpert:
     Attributes:
         routed: whether its output counts by the sigmoid of a product with the row; else it is
             added as it is.
+        beside: whether it is an MLP beside the experts: it reads what the layer's norm gives, they
+            and their router read what norms of their own give, and norms are behind both.
     """
 
     intermediate: int
     routed: bool = False
+    beside: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -348,6 +355,8 @@ class LayerConfig:
         experts: choice among several MLPs of the size `mlp`; None: there is one, for all tokens.
         scaled: whether the residual is multiplied by a number of the layer's at its end.
         shared: expert beside the chosen ones, with their activation; None: there is none.
+        beside: mixer that reads the same rows as attention, and whose output is added as well, so
+            that the layer has K and V and a state; None: there is none.
     """
 
     mixer: Mixer
@@ -356,12 +365,20 @@ class LayerConfig:
     experts: Routing | None = None
     scaled: bool = False
     shared: SharedExpert | None = None
+    beside: Mamba2 | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
             _check_experts(self.experts, self.mlp)
         elif self.shared is not None:
             raise ModelFormatError("model config: a shared expert in a layer without experts")
+        if self.shared is not None and self.shared.beside:
+            _check_beside(self)
+        if self.beside is not None and not (self.attends and self.norms == "pre"):
+            raise UnsupportedModelError(
+                "model config: a mixer beside another one; supported is one beside attention, in a "
+                "layer without norms of outputs"
+            )
 
     @property
     def attention(self) -> Attention:
@@ -376,8 +393,13 @@ class LayerConfig:
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has K and V, and no state."""
+        """Whether the layer has K and V."""
         return isinstance(self.mixer, Attention)
+
+    @property
+    def state_mixer(self) -> StateMixer | None:
+        """Mixer of the layer that keeps a state; None: there is none."""
+        return self.beside if isinstance(self.mixer, Attention) else self.mixer
 
     @property
     def norms_inputs(self) -> bool:
@@ -402,6 +424,14 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         )
     if not mlp.gated:
         raise UnsupportedModelError("model config: experts without a gate; supported is one")
+
+
+def _check_beside(layer: LayerConfig) -> None:
+    if layer.norms != "sandwich" or (layer.shared is not None and layer.shared.routed):
+        raise UnsupportedModelError(
+            "model config: an MLP beside experts; supported is one in a layer with norms on both "
+            "sides, that counts whole"
+        )
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
@@ -68,7 +68,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
 
     A layer with X experts has a router [X, E], router_bias and selection_bias [X] before the gate,
     and its MLPs one behind the other: gate and up [X*F, E], down [X*E, F]. A shared expert comes
-    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S].
+    behind them: shared_router [E], shared_gate, shared_up [S, E], shared_down [E, S]. Where it is
+    an MLP beside the experts, router_norm [E] (of the residual, times any number that the router
+    divides by) comes before the router, experts_norm [E] before the gate, and shared_post_norm and
+    experts_post_norm [E] come last. expert_scale [X] has factors of the experts' shares.
+    A Mamba-2 beside attention comes behind it, and its output projection is mamba_o.
     Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
@@ -86,6 +90,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     if here.norms_inputs:
         norm("attention_norm")
     specs += _MIXERS[type(here.mixer)](here.mixer, e)
+    if here.beside is not None:
+        beside = _mamba2_tensors(here.beside, e)
+        specs += (replace(s, name="mamba_o") if s.name == "o" else s for s in beside)
     if here.norms_outputs:
         norm("post_attention_norm")
     if here.norms_inputs:
@@ -142,7 +149,8 @@ def _mamba2_tensors(mamba: Mamba2, e: int) -> Iterator[TensorSpec]:
         yield TensorSpec("conv_bias", (mamba.channels,), "vector")
     for name in ("dt_bias", "decay", "skip"):
         yield TensorSpec(name, (mamba.heads,), "vector")
-    yield TensorSpec("mamba_norm", (mamba.size,), "vector")
+    if mamba.gate_norm:
+        yield TensorSpec("mamba_norm", (mamba.size,), "vector")
     yield TensorSpec("o", (e, mamba.size), "linear")
 
 
@@ -175,14 +183,20 @@ def mixer_inputs(config: ModelConfig, layer: int) -> list[str]:
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
     mlp, experts = layer.mlp, layer.experts
     count = 1 if experts is None else experts.experts
+    beside = layer.shared is not None and layer.shared.beside
+    if beside:
+        yield TensorSpec("router_norm", (e,), "vector")
     if experts is not None:
         yield TensorSpec("router", (count, e), "router")
         for name, there in (
             ("router_bias", experts.bias),
             ("selection_bias", experts.selection_bias),
+            ("expert_scale", experts.scaled),
         ):
             if there:
                 yield TensorSpec(name, (count,), "vector")
+    if beside:
+        yield TensorSpec("experts_norm", (e,), "vector")
     shapes = {"gate": (mlp.intermediate, e), "up": (mlp.intermediate, e)}
     shapes["down"] = (e, mlp.intermediate)
     for name, (outputs, inputs) in shapes.items():
@@ -197,6 +211,9 @@ def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:
             yield TensorSpec("shared_router", (e,), "vector")
         for name, shape in (("gate", (size, e)), ("up", (size, e)), ("down", (e, size))):
             yield TensorSpec(f"shared_{name}", shape, "linear")
+    if beside:
+        for name in ("shared_post_norm", "experts_post_norm"):
+            yield TensorSpec(name, (e,), "vector")
 
 
 def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import Attention, DeltaNet, Mixer
 from edgellm.graphs.safetensors_folder import FLOATS
 from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
@@ -86,13 +87,14 @@ class Translation:
             tensor = flattened(tensor, experts, name=whole, matrices=not bias)
         if isinstance(name, Fused):
             layer = self.config.layers[int(canonical.split(".")[1])]
-            stacks = layer.attention.heads if name.by_heads else max(experts, 1)
+            stacks = _heads(layer.mixer) if name.by_heads else max(experts, 1)
             tensor = self._part(canonical, name, tensor, stacks=stacks)
         return tensor
 
     def _part(self, canonical: str, fused: Fused, tensor: Tensor, *, stacks: int) -> Tensor:
         """Return the rows of one of a fused tensor's parts, of each of its stacks of rows."""
         _, layer, part = canonical.split(".")
+        mixer = self.config.layers[int(layer)].mixer
         rows = {spec.name: spec.shape[0] for spec in layer_tensors(self.config, int(layer))}
         counts = [rows[name] // stacks for name in fused.parts]
         if not tensor.shape or tensor.shape[0] != stacks * sum(counts):
@@ -106,8 +108,13 @@ class Translation:
             return rows_of_tensor(tensor, np.arange(index, tensor.shape[0], len(counts)))
         if stacks == 1:
             return rows_of_tensor(tensor, slice(first, first + counts[index]))
-        order = np.arange(tensor.shape[0]).reshape(stacks, -1)
-        return rows_of_tensor(tensor, order[:, first : first + counts[index]].reshape(-1))
+        order = np.arange(tensor.shape[0]).reshape(stacks, -1)[:, first : first + counts[index]]
+        cuts = []
+        if part == "delta_qkv" and isinstance(mixer, DeltaNet):
+            # q, k and v of each head in turn, which are q of all heads, then k, then v here
+            cuts = [mixer.key_dim, 2 * mixer.key_dim]
+        pieces = [piece.reshape(-1) for piece in np.split(order, cuts, axis=1)]
+        return rows_of_tensor(tensor, np.concatenate(pieces))
 
     def _file_name(self, canonical: str) -> tuple[str | Fused | PerExpert, int]:
         """Return the file's name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`.
@@ -126,6 +133,14 @@ class Translation:
             return name.format(layer), count
         # of two `{}`, the second one is left
         return replace(name, name=name.name.format(layer, "{}")), count
+
+
+def _heads(mixer: Mixer) -> int:
+    """Return the number of heads in which parts of a fused tensor take turns."""
+    if isinstance(mixer, DeltaNet):
+        return mixer.key_heads
+    assert isinstance(mixer, Attention)
+    return mixer.heads
 
 
 def with_values(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
-from edgellm.cache.groups import cache_groups, places
+from edgellm.cache.groups import cache_groups, places, state_groups
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
@@ -115,7 +115,8 @@ def mamba2_vectors(mixer: Mamba2, vector: Callable[[str], NDArray[np.float32]]) 
         conv=np.ascontiguousarray(vector("conv").T),
         conv_bias=vector("conv_bias") if mixer.conv_bias else None,
         **{name: vector(name) for name in ("dt_bias", "decay", "skip")},
-        norm=vector("mamba_norm"),
+        norm=vector("mamba_norm") if mixer.gate_norm else None,
+        head_dim=mixer.head_dim,
         groups=mixer.groups,
         epsilon=mixer.norm_eps,
     )
@@ -169,7 +170,9 @@ class _Mapped:
         self._config = config
         self._kinds = entry.kinds
         self._specs = specs
-        self._pools = [group for group, _ in places(cache_groups(config))]
+        groups = cache_groups(config)
+        self._pools = [group for group, _ in places(groups)]
+        self._states = state_groups(groups)
 
     def weights(self, name: str) -> PackedWeights:
         outputs, inputs = self._specs[name].shape
@@ -183,6 +186,9 @@ class _Mapped:
             if not is_head_norm(spec.name)
         }
         mixer = _MIXERS[type(layer.mixer)](layer.mixer, parts)
+        if layer.beside is not None:
+            mixer["beside"] = _mamba2(layer.beside, parts)["mixer"]
+            mixer["beside_pool"] = self._states[index]
         scale = parts.pop("layer_scale", None)
         return LayerWeights(
             input=_input(parts),

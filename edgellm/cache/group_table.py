@@ -267,7 +267,8 @@ class StateTable(GroupTable):
         self._give_back(place for place in self._held if place < past and not self._kept(place))
 
     def pass_window(self, length: int) -> None:
-        self._give_back(place for place in self._held if place < length)
+        past = min(length, self._drafts)
+        self._give_back(place for place in self._held if place < past)
 
     def open_from(self, first: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
         """Allocate a block for the end of each from number `first` on, and hold none before."""

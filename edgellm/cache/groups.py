@@ -112,17 +112,17 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     layers: dict[Group, list[int]] = {}  # by the group without its layers
     readers: dict[Group, list[tuple[int, int]]] = {}
     for index, layer in enumerate(config.layers):
-        mixer = layer.mixer
+        mixer, states = layer.mixer, layer.state_mixer
         if isinstance(mixer, Attention):
-            kind: Group = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
-        else:
-            kind = StateGroup((), mixer.state_size)
-        if isinstance(mixer, Attention) and mixer.kv_from is not None:
-            readers.setdefault(kind, []).append((index, mixer.kv_from))
-        else:
-            layers.setdefault(kind, []).append(index)
-    states = ((g.elements, len(of)) for g, of in layers.items() if isinstance(g, StateGroup))
-    interval = snapshot_interval(4 * sum(elements * count for elements, count in states))
+            kind = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
+            if mixer.kv_from is None:
+                layers.setdefault(kind, []).append(index)
+            else:
+                readers.setdefault(kind, []).append((index, mixer.kv_from))
+        if states is not None:
+            layers.setdefault(StateGroup((), states.state_size), []).append(index)
+    sizes = ((g.elements, len(of)) for g, of in layers.items() if isinstance(g, StateGroup))
+    interval = snapshot_interval(4 * sum(elements * count for elements, count in sizes))
     return tuple(
         replace(kind, layers=tuple(members), readers=tuple(readers.get(kind, ())))
         if isinstance(kind, CacheGroup)
@@ -146,17 +146,28 @@ def snapshot_interval(size: int) -> int:
 def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """Return the group number of each layer of a model, and its place among the group's layers.
 
-    A layer that reads K and V of another one has that one's place.
+    A layer that reads K and V of another one has that one's place. One that has K and V and a state
+    has the place of K and V.
     """
-    at = {
-        layer: (g, slot)
-        for g, group in enumerate(groups)
-        for slot, layer in enumerate(group.layers)
-    }
+    at = {layer: (number, 0) for layer, number in state_groups(groups).items()}
+    for g, group in enumerate(groups):
+        for slot, layer in enumerate(group.layers):
+            if isinstance(group, CacheGroup) or at[layer][0] == g:
+                at[layer] = g, slot
     for group in groups:
         if isinstance(group, CacheGroup):
             at |= {layer: at[source] for layer, source in group.readers}
     return [at[layer] for layer in range(len(at))]
+
+
+def state_groups(groups: Sequence[Group]) -> dict[int, int]:
+    """Map each layer that keeps a state to the number of its group."""
+    return {
+        layer: number
+        for number, group in enumerate(groups)
+        if isinstance(group, StateGroup)
+        for layer in group.layers
+    }
 
 
 def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:

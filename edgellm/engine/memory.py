@@ -203,7 +203,10 @@ def _expert_bytes(config: ModelConfig) -> int:
     for layer in config.layers:
         if layer.experts is not None:
             width = 4 * hidden + 3.6 * (hidden + layer.mlp.intermediate)
-            shared = 0 if layer.shared is None else 4 * hidden + 3.6 * layer.shared.intermediate
+            shared = 0.0
+            if layer.shared is not None:
+                floats = 2 if layer.shared.beside else 1  # its outputs, and what a router reads
+                shared = 4 * hidden * floats + 3.6 * layer.shared.intermediate
             most = max(most, STEP_ROWS * (layer.experts.used * width + shared))
     return int(most)
 

@@ -59,6 +59,8 @@ class ExpertSegment:
             parts = [self._product(f"{name}.q", x), *self._keys_and_values(mixer, x, handed_on)]
             if mixer.output_gate:
                 parts.append(self._product(f"{name}.q_gate", x))
+            if self._config.layers[self._index].beside is not None:
+                parts.append(self._product(f"{name}.mamba_in", x))
         else:
             names = mixer_inputs(self._config, self._index)
             parts = [self._product(f"{name}.{part}", x) for part in names]
@@ -79,10 +81,12 @@ class ExpertSegment:
         return [k, v]
 
     def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:
-        added = self._product(f"{name}.o", inputs[contract.ATTENTION])
+        mixed, beside = inputs[contract.ATTENTION], self._config.layers[self._index - 1].beside
+        added = self._product(f"{name}.o", mixed[:, : len(self._tensor(f"{name}.o")[0])])
+        if beside is not None:
+            added = added + self._product(f"{name}.mamba_o", mixed[:, -beside.size :])
         residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
-        x = self._normed(f"{name}.mlp_norm", residual)
-        after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, x))
+        after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
         if self._config.layer_embedding is not None:
             after = after + self._embedded(name, after, inputs)
         scaled = self._config.layers[self._index - 1].scaled
@@ -100,21 +104,29 @@ class ExpertSegment:
         added = self._product(f"{name}.layer_output", inner)
         return self._normed(f"{name}.post_layer_norm", added)
 
-    def _mlps(self, name: str, x: Floats) -> Floats:
+    def _mlps(self, name: str, residual: Floats) -> Floats:
         layer = self._config.layers[self._index - 1]
-        experts = layer.experts
+        experts, x = layer.experts, self._normed(f"{name}.mlp_norm", residual)
         if experts is None:
             return self._mlp(f"{name}.", x)
-        logits = self._product(f"{name}.router", x).astype(np.float64)
+        read = routed = x
+        if layer.shared is not None and layer.shared.beside:
+            read = self._normed(f"{name}.experts_norm", residual)
+            routed = self._normed(f"{name}.router_norm", residual)
+        logits = self._product(f"{name}.router", routed).astype(np.float64)
         selection = self._tensor(f"{name}.selection_bias") if experts.selection_bias else None
-        weights = shares(logits, experts, selection)
+        scales = self._tensor(f"{name}.expert_scale") if experts.scaled else None
+        weights = shares(logits, experts, selection, scales)
         added = np.zeros_like(x)
         for expert in range(experts.experts):
             rows = np.flatnonzero(weights[:, expert])
             if len(rows):
                 share = weights[rows, expert, None].astype(np.float32)
-                added[rows] += share * self._mlp(f"{name}.", x[rows], expert, experts.experts)
-        return added if layer.shared is None else added + self._shared(name, x)
+                added[rows] += share * self._mlp(f"{name}.", read[rows], expert, experts.experts)
+        if layer.shared is None:
+            return added
+        shared = self._normed(f"{name}.shared_post_norm", self._shared(name, x))
+        return self._normed(f"{name}.experts_post_norm", added) + shared
 
     def _shared(self, name: str, x: Floats) -> Floats:
         """Compute the expert that all rows go through, by its share."""

@@ -79,9 +79,9 @@ class WindowAttention:
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
         mixers = {
-            index: _MIXERS[type(layer.mixer)](checkpoint, f"layers.{index}")
+            index: _MIXERS[type(layer.state_mixer)](checkpoint, f"layers.{index}")
             for index, layer in enumerate(config.layers)
-            if not layer.attends
+            if layer.state_mixer is not None
         }
         sinks = {
             index: checkpoint.tensor(f"layers.{index}.sinks").float32()
@@ -96,11 +96,22 @@ class WindowAttention:
 
         Args:
             qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`, with their gates behind them
-                where there are some, or what the input projections of another mixer give.
+                where there are some, and what the input projections of another mixer give, which
+                may stand alone.
+
+        Returns:
+            Rows for the output projections, of a mixer beside attention behind those of attention.
         """
-        if layer in self._mixers:
+        here = self._attention.config.layers[layer]
+        if not here.attends:
             return self._mixers[layer](qkv)
-        return self._attention(layer, self._views[self._sizes[layer]], 0, 0, qkv)
+        view, beside = self._views[self._sizes[layer]], here.beside
+        if beside is None:
+            return self._attention(layer, view, 0, 0, qkv)
+        qkv, rows = np.split(qkv, [qkv.shape[1] - beside.inputs], axis=1)
+        return np.concatenate(
+            [self._attention(layer, view, 0, 0, qkv), self._mixers[layer](rows)], axis=1
+        )
 
 
 def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
@@ -109,7 +120,7 @@ def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
 
 
 def _mamba2(checkpoint: Checkpoint, name: str) -> Mix:
-    mixer = checkpoint.config.layers[int(name.rpartition(".")[2])].mixer
+    mixer = checkpoint.config.layers[int(name.rpartition(".")[2])].state_mixer
     assert isinstance(mixer, Mamba2)
     vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
 

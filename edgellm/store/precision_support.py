@@ -72,6 +72,9 @@ PARTS = (
     Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _GPU),
     Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _GPU),
     Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
+    Part("factors of experts", _routing(lambda x: x.scaled), _GPU),
+    Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
+    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
     Part("a clamped SwiGLU", _layer(_is_clamped), _GPU),
     Part(
         "a clamped SwiGLU without experts",

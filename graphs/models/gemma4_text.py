@@ -1,4 +1,7 @@
-"""Gemma 4: the last layers read K and V of others, and tokens have embeddings for each layer."""
+"""Gemma 4: the last layers read K and V of others, and tokens have embeddings for each layer.
+
+In 26B-A4B the MLP stands beside experts, each behind and before norms of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs import rope_scaling
 from edgellm.graphs.architecture import (
     GGUF_NAMES,
     HF_SANDWICH_NAMES,
     Architecture,
+    Fused,
     GGUFHeader,
     Names,
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, SharedExpert
 from edgellm.graphs.layer_kinds import FULL, SLIDING, layer_types, sliding_of_gguf
 from edgellm.graphs.stack import cut_rows
 from edgellm.graphs.tensor import Tensor, rows_of_tensor
+from edgellm.graphs.translation import with_values
+from edgellm.kernels.experts import Routing
 
 _HF_NAMES: Names = {
     **HF_SANDWICH_NAMES,
@@ -32,7 +40,20 @@ _HF_NAMES: Names = {
     "layer_output": "model.layers.{}.per_layer_projection.weight",
     "post_layer_norm": "model.layers.{}.post_per_layer_input_norm.weight",
     "layer_scale": "model.layers.{}.layer_scalar",
+    **{f"shared_{x}": f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    "shared_post_norm": "model.layers.{}.post_feedforward_layernorm_1.weight",
+    "router": "model.layers.{}.router.proj.weight",
+    "router_norm": "model.layers.{}.router.scale",
+    "expert_scale": "model.layers.{}.router.per_expert_scale",
+    "experts_norm": "model.layers.{}.pre_feedforward_layernorm_2.weight",
+    "experts_post_norm": "model.layers.{}.post_feedforward_layernorm_2.weight",
+    **{
+        f"expert_{x}": Fused("model.layers.{}.experts.gate_up_proj", ("gate", "up"))
+        for x in ("gate", "up")
+    },
+    "expert_down": "model.layers.{}.experts.down_proj",
 }
+_EXPERT_SCALE = "blk.0.ffn_down_exps.scale"
 _SCALE = "blk.{}.layer_output_scale.weight"
 _GGUF_NAMES: Names = {
     **GGUF_NAMES,
@@ -43,6 +64,12 @@ _GGUF_NAMES: Names = {
     "layer_output": "blk.{}.proj.weight",
     "post_layer_norm": "blk.{}.post_norm.weight",
     "layer_scale": _SCALE,
+    **{f"shared_{x}": f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
+    "shared_post_norm": "blk.{}.post_ffw_norm_1.weight",
+    "router_norm": "blk.{}.ffn_gate_inp.scale",
+    "expert_scale": "blk.{}.ffn_down_exps.scale",
+    "experts_norm": "blk.{}.pre_ffw_norm_2.weight",
+    "experts_post_norm": "blk.{}.post_ffw_norm_2.weight",
 }
 # Defaults of keys that files leave out.
 _DEFAULTS: dict[str, Any] = {
@@ -86,6 +113,8 @@ class _Layers:
         local, full: attention of layers with and without the window.
         shared: number of last layers that read K and V of others.
         scaled: for each layer, whether the residual is multiplied at its end.
+        experts, expert_width: choice of experts beside each MLP, and their width; None: there are
+            none.
     """
 
     sliding: Sequence[bool]
@@ -94,17 +123,25 @@ class _Layers:
     full: Attention
     shared: int
     scaled: Sequence[bool]
+    experts: Routing | None = None
+    expert_width: int = 0
 
     def all(self, origin: str) -> tuple[LayerConfig, ...]:
-        return tuple(
-            LayerConfig(
+        layers = []
+        for index, width in enumerate(self.intermediate):
+            shared = None
+            if self.experts is not None:
+                shared, width = SharedExpert(intermediate=width, beside=True), self.expert_width
+            layer = LayerConfig(
                 mixer=self._attention(index, origin),
-                mlp=Mlp(intermediate=self.intermediate[index], activation="gelu_tanh"),
+                mlp=Mlp(intermediate=width, activation="gelu_tanh"),
                 norms="sandwich",
+                experts=self.experts,
+                shared=shared,
                 scaled=self.scaled[index],
             )
-            for index in range(len(self.sliding))
-        )
+            layers.append(layer)
+        return tuple(layers)
 
     def _attention(self, index: int, origin: str) -> Attention:
         kind = self.local if self.sliding[index] else self.full
@@ -140,7 +177,6 @@ def _attention(
 def config_from_hf(fields: Fields) -> ModelConfig:
     unified = fields.read(str, "model_type") == _UNIFIED
     fields.assume({**_DEFAULTS, **(_UNIFIED_DEFAULTS if unified else {})})
-    _refuse_experts(fields, fields.optional(bool, "enable_moe_block"))
     fields.require("hidden_activation", "gelu_pytorch_tanh")
     fields.require("is_causal", True)
     fields.require("attention_bias", False)
@@ -158,8 +194,17 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     width = fields.optional(int, "hidden_size_per_layer_input") or None
     if width is not None:
         fields.require("vocab_size_per_layer_input", vocabulary)
+    experts = None
+    if fields.optional(bool, "enable_moe_block"):
+        experts = Routing(
+            experts=fields.read(int, "num_experts"),
+            used=fields.read(int, "top_k_experts"),
+            scaled=True,
+        )
     layers = _Layers(
         sliding=sliding,
+        experts=experts,
+        expert_width=fields.optional(int, "moe_intermediate_size") or 0,
         intermediate=[
             fields.read(int, "intermediate_size") * (wide if i >= count - shared else 1)
             for i in range(count)
@@ -217,7 +262,6 @@ def _full_sizes(
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     fields = header.fields
     fields.require("attention.causal", True)
-    _refuse_experts(fields, bool(fields.optional(int, "expert_count")))
     count = fields.read(int, "block_count")
     sliding = sliding_of_gguf(fields, count, period=_PERIOD)
     heads = fields.uniform("attention.head_count")
@@ -232,8 +276,18 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
     local = rope_scaling.plain(fields.optional(int, "rope.dimension_count_swa") or local_dim, theta)
     window = fields.read(int, "attention.sliding_window")
+    experts = None
+    if fields.optional(int, "expert_count"):
+        fields.require("expert_gating_func", 0, 1)  # softmax
+        experts = Routing(
+            experts=fields.read(int, "expert_count"),
+            used=fields.read(int, "expert_used_count"),
+            scaled=_EXPERT_SCALE in header.tensors,
+        )
     layers = _Layers(
         sliding=sliding,
+        experts=experts,
+        expert_width=fields.optional(int, "expert_feed_forward_length") or 0,
         intermediate=_by_layer(fields, "feed_forward_length", count),
         local=_attention(heads, _one(fields, kv_heads, sliding, True), local_dim, window=window),
         full=_attention(heads, _one(fields, kv_heads, sliding, False), full_dim, k_as_v=k_as_v),
@@ -254,14 +308,6 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         logit_softcap=fields.optional(float, "final_logit_softcapping") or None,
         layer_embedding=fields.optional(int, "embedding_length_per_layer_input") or None,
     )
-
-
-def _refuse_experts(fields: Fields, there: bool | None) -> None:
-    if there:
-        raise UnsupportedModelError(
-            f"{fields.origin}: Gemma 4 with experts beside an MLP (26B-A4B) is not supported; "
-            "supported are the models without experts"
-        )
 
 
 def _by_layer(fields: Fields, key: str, count: int) -> list[int]:
@@ -289,9 +335,13 @@ def _turning(rope: Rope) -> Rope:
 def _fold(name: str, tensor: Tensor, fields: Fields, *, count: str) -> Tensor:
     """Cut the table's rows, and the rows of the projection that belong to a layer.
 
+    The router divides what it reads by the root of its width.
+
     Args:
         count: key of the number of layers.
     """
+    if name.endswith(".router_norm"):
+        return with_values(tensor, lambda values: values * np.float32(values.size**-0.5))
     if name == "layer_embedding":
         return cut_rows(tensor, fields.read(int, count))
     if name.endswith(".layer_context"):

@@ -54,7 +54,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     config = granite.config_from_hf(fields, intermediate="shared_intermediate_size")
     types = mixers_of_hf(fields, config.layer_count, others=(_ATTENDS[0], *_MAMBA))
     types = types or [_MAMBA[0]] * config.layer_count
-    mamba = _mamba_of_hf(fields, config) if set(types) & set(_MAMBA) else None
+    inner = config.hidden_size * fields.read(int, "mamba_expand")
+    mamba = hf_mixer(fields, inner) if set(types) & set(_MAMBA) else None
     if fields.optional(str, "position_embedding_type") != "rope":
         config = replace(config, ropes=(no_rotation(config.ropes[0]),))
     config = with_mixers(config, [mamba if each in _MAMBA else None for each in types])
@@ -77,15 +78,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
             "are Granite 4 models"
         )
     config = granite.config_from_gguf(header, hybrid=True)
-    inner, heads = fields.read(int, "ssm.inner_size"), fields.read(int, "ssm.time_step_rank")
-    mamba = Mamba2(
-        heads=heads,
-        head_dim=_share(fields, inner, heads),
-        state_dim=fields.read(int, "ssm.state_size"),
-        groups=fields.read(int, "ssm.group_count"),
-        taps=fields.read(int, "ssm.conv_kernel"),
-        norm_eps=fields.read(float, "attention.layer_norm_rms_epsilon"),
-    )
+    mamba = gguf_mixer(fields)
     attends = attending_of_gguf(fields, config.layer_count)
     config = with_mixers(config, [None if each else mamba for each in attends])
     if not fields.optional(int, "expert_count"):
@@ -93,9 +86,26 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     return experts_from_gguf(config, header, normalized=True)
 
 
-def _mamba_of_hf(fields: Fields, config: ModelConfig) -> Mamba2:
-    heads, inner = fields.read(int, "mamba_n_heads"), config.hidden_size
-    inner *= fields.read(int, "mamba_expand")
+def gguf_mixer(fields: Fields) -> Mamba2:
+    """Read the Mamba-2 of a GGUF file."""
+    inner, heads = fields.read(int, "ssm.inner_size"), fields.read(int, "ssm.time_step_rank")
+    return Mamba2(
+        heads=heads,
+        head_dim=_share(fields, inner, heads),
+        state_dim=fields.read(int, "ssm.state_size"),
+        groups=fields.read(int, "ssm.group_count"),
+        taps=fields.read(int, "ssm.conv_kernel"),
+        norm_eps=fields.read(float, "attention.layer_norm_rms_epsilon"),
+    )
+
+
+def hf_mixer(fields: Fields, inner: int) -> Mamba2:
+    """Read the Mamba-2 of a `config.json`.
+
+    Args:
+        inner: channels of all heads together.
+    """
+    heads = fields.read(int, "mamba_n_heads")
     head_dim = _share(fields, inner, heads)
     fields.require("mamba_d_head", "auto", head_dim)
     return Mamba2(
@@ -120,20 +130,28 @@ def _share(fields: Fields, inner: int, heads: int) -> int:
 
 
 def fold_hf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
+    return granite.fold_hf(name, mamba_of_hf(name, tensor), fields)
+
+
+def mamba_of_hf(name: str, tensor: Tensor) -> Tensor:
     """Take dimensions of size 1 away, and the decay out of its logarithm."""
     part = name.rpartition(".")[2]
     if part == "conv" and len(tensor.shape) == 3 and tensor.shape[1] == 1:
         return _reshaped(tensor, (tensor.shape[0], tensor.shape[2]))
     if part == "decay":
         return with_values(tensor, lambda values: -np.exp(values))
-    return granite.fold_hf(name, tensor, fields)
+    return tensor
 
 
 def fold_gguf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
+    return granite.fold_gguf(name, mamba_of_gguf(name, tensor), fields)
+
+
+def mamba_of_gguf(name: str, tensor: Tensor) -> Tensor:
     """Take the second dimension of decay, skip and norm away."""
     if name.rpartition(".")[2] in ("decay", "skip", "mamba_norm"):
         return _reshaped(tensor, (math.prod(tensor.shape),))
-    return granite.fold_gguf(name, tensor, fields)
+    return tensor
 
 
 def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -65,7 +65,12 @@ def config_from_hf(fields: Fields, *, intermediate: str = "intermediate_size") -
     return _mixed(config, attends, net)
 
 
-def config_from_gguf(header: GGUFHeader) -> ModelConfig:
+def config_from_gguf(header: GGUFHeader, *, tiled: bool = True) -> ModelConfig:
+    """Read the keys of a GGUF file of Qwen3.5.
+
+    Args:
+        tiled: whether the converter reorders the value heads of delta nets (see `DeltaNet`).
+    """
     fields = header.fields
     config = llama.config_from_gguf(header)
     fields.ignore("rope.dimension_sections")  # of positions in pictures
@@ -83,7 +88,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         key_dim=fields.read(int, "ssm.state_size"),
         value_dim=fields.read(int, "ssm.inner_size") // max(heads, 1),
         taps=fields.read(int, "ssm.conv_kernel"),
-        tiled=key_heads != heads,
+        tiled=tiled and key_heads != heads,
     )
     return _mixed(config, attends, net)
 

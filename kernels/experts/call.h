@@ -12,6 +12,7 @@ struct Router {
     const float* weight;     // [experts, hidden]; null where a layer has one MLP
     const float* bias;       // [experts], of the logits, or null
     const float* selection;  // [experts], added to the scores for the choice alone, or null
+    const float* scales;     // [experts], factors of the shares, or null
     int32_t experts, used, normalized, sigmoid;
     float scale;
 };
@@ -20,6 +21,9 @@ struct Router {
 struct SharedExpert {
     Linear gate, up, down;  // without panels where there is none
     const float* router;    // [hidden]: its output counts by the sigmoid of the product; null: whole
+    // [hidden] each, or null: norms of its output and of the sum of the other experts', and norms of the residual that
+    // these and the router read in place of the row that the shared expert reads
+    const float *post_norm, *experts_post_norm, *experts_norm, *router_norm;
 };
 
 // The experts of a model that are in memory, those used last, up to a limit. The same fields, in the same order, as in

@@ -28,7 +28,8 @@ inline void choose(const edgellm::Router& router, float* score, int32_t* expert,
         share[at] = score[best];
     }
     const float whole = router.normalized ? sum : router.sigmoid ? 1 : all;
-    for (int k = 0; k < router.used; ++k) share[k] *= router.scale / whole;
+    for (int k = 0; k < router.used; ++k)
+        share[k] *= router.scale / whole * (router.scales ? router.scales[expert[k]] : 1);
 }
 
 // Experts of the layers of a step, with buffers that one layer after the other uses; layers may have others.
@@ -41,6 +42,7 @@ public:
     Experts(const edgellm::Transformer& model, int rows, int threads, const Take& take)
         : rows_(rows), hidden_(model.hidden), threads_(threads) {
         size_t experts = 0, slots = 0, width = 0, shared = 0;
+        bool routed = false;
         for (int l = 0; l < model.layer_count; ++l) {
             const edgellm::Layer& layer = model.layers[l];
             if (!layer.has_experts()) continue;
@@ -48,6 +50,7 @@ public:
             slots = std::max<size_t>(slots, size_t(rows) * layer.router.used);
             width = std::max<size_t>(width, layer.up.outputs / layer.router.experts);
             shared = std::max<size_t>(shared, layer.shared.up.outputs);
+            routed = routed || layer.shared.router_norm;
         }
         if (experts == 0) return;
         const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
@@ -56,6 +59,7 @@ public:
             return take(edgellm::Rows::bytes(static_cast<int>(slots), static_cast<int>(inputs)) + 256 * experts);
         };
         normed_ = floats(size_t(rows) * hidden_);
+        routed_ = routed ? floats(size_t(rows) * hidden_) : nullptr;
         scores_ = floats(rows * experts);
         out_ = floats(slots * hidden_);
         share_ = floats(slots);
@@ -75,6 +79,12 @@ public:
 
     // Where the normalized row of the residual is to be.
     float* normed(int r) const { return normed_ + size_t(r) * hidden_; }
+
+    // Where the row that the router reads is to be, in a layer whose router has a norm of its own.
+    float* routed(int r) const { return routed_ + size_t(r) * hidden_; }
+
+    // What the shared expert gives for a row.
+    const float* shared_out(int r) const { return shared_out_ + size_t(r) * hidden_; }
 
     // Take the normalized rows through the experts that the router chooses for each, and through the shared one.
     // `x` are the rows quantized, for the shared expert alone.
@@ -125,7 +135,7 @@ public:
         if (model.expert_memory) edgellm::leave_experts(model, held_);
     }
 
-    // y (+)= what the experts of a row give, by their shares, and the shared one
+    // y (+)= what the experts of a row give, by their shares, and the shared one unless it has a norm behind it
     void sum(const edgellm::Layer& layer, int r, float* y, bool add) const {
         const size_t at = size_t(r) * layer.router.used;
         for (int i = 0; i < hidden_; i += LANES) {
@@ -135,8 +145,8 @@ public:
                 if (layer.down_bias) value += load(layer.down_bias + size_t(expert_[at + k]) * hidden_ + i);
                 sum += splat(share_[at + k]) * value;
             }
-            if (layer.shared.up.panels) {
-                const Vec value = load(shared_out_ + size_t(r) * hidden_ + i);
+            if (layer.shared.up.panels && !layer.shared.post_norm) {
+                const Vec value = load(shared_out(r) + i);
                 sum += layer.shared.router ? splat(shared_share_[r]) * value : value;
             }
             store(y + i, sum);
@@ -163,8 +173,7 @@ private:
         return edgellm::Rows::in(memory + before / 64 * 64, count(expert), width);
     }
 
-    float product(const float* weight, int r) const {
-        const float* x = normed(r);
+    float product(const float* weight, const float* x) const {
         Vec sum = {};
         for (int i = 0; i < hidden_; i += LANES) sum += load(x + i) * load(weight + i);
         return sum_of(sum);
@@ -177,10 +186,11 @@ private:
         const int runs = (router.experts + RUN - 1) / RUN;
         worker.each(runs + (layer.shared.router ? 1 : 0), [&](int item) {
             for (int r = 0; r < rows_; ++r) {
-                if (item == runs) shared_share_[r] = 1 / (1 + std::exp(-product(layer.shared.router, r)));
+                if (item == runs) shared_share_[r] = 1 / (1 + std::exp(-product(layer.shared.router, normed(r))));
+                const float* x = layer.shared.router_norm ? routed(r) : normed(r);
                 for (int e = item * RUN; e < std::min(router.experts, (item + 1) * RUN); ++e)
                     scores_[size_t(r) * router.experts + e] =
-                        product(router.weight + size_t(e) * hidden_, r) + (router.bias ? router.bias[e] : 0);
+                        product(router.weight + size_t(e) * hidden_, x) + (router.bias ? router.bias[e] : 0);
             }
         });
     }
@@ -239,7 +249,8 @@ private:
     }
 
     int rows_ = 0, hidden_ = 0, threads_ = 1;
-    float *normed_ = nullptr, *scores_ = nullptr;   // [rows, hidden], [rows, experts]
+    float *normed_ = nullptr, *routed_ = nullptr;   // [rows, hidden]
+    float* scores_ = nullptr;                       // [rows, experts]
     float *out_ = nullptr, *share_ = nullptr;       // [slots, hidden], [rows, used]
     int32_t *expert_ = nullptr, *slot_ = nullptr;   // [rows, used], experts in ascending order
     int32_t *row_ = nullptr, *first_ = nullptr;     // [slots], [experts + 1]: the first slot of each

@@ -11,13 +11,17 @@ Floats = NDArray[np.float64]
 
 
 def shares(
-    logits: Floats, routing: Routing, selection_bias: NDArray[np.floating] | None = None
+    logits: Floats,
+    routing: Routing,
+    selection_bias: NDArray[np.floating] | None = None,
+    scales: NDArray[np.floating] | None = None,
 ) -> Floats:
     """Compute the share that each expert has in a row's output, 0 for those that are not chosen.
 
     Args:
         logits: the router's logits `[C, X]`, with their bias.
         selection_bias: what is added to the scores `[X]` for the choice alone.
+        scales: factors of the shares of the experts `[X]`.
 
     Returns:
         Shares `[C, X]`.
@@ -33,4 +37,4 @@ def shares(
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
     if routing.normalized:
         kept /= kept.sum(axis=-1, keepdims=True)
-    return np.asarray(kept * routing.scale)
+    return np.asarray(kept * routing.scale * (1.0 if scales is None else scales))

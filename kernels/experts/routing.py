@@ -22,6 +22,7 @@ class Routing:
         bias: whether the logits have a bias.
         selection_bias: whether the scores have a bias that counts in the choice alone
             (Wang et al., arXiv:2408.15664).
+        scaled: whether the share of each expert is multiplied by a number of its own.
     """
 
     experts: int
@@ -31,3 +32,4 @@ class Routing:
     scores: Scores = "softmax"
     bias: bool = False
     selection_bias: bool = False
+    scaled: bool = False

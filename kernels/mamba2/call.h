@@ -14,7 +14,7 @@ struct Mamba2 {
     Linear in;                            // to z, x, B, C and dt
     const float *conv, *conv_bias;        // [taps, channels], [channels] or null
     const float *dt_bias, *decay, *skip;  // [heads]
-    const float* norm;                    // [inner]
+    const float* norm;                    // [inner] or null
     int32_t heads, head_dim, state_dim, groups, taps;
     float epsilon;
 

@@ -92,13 +92,14 @@ public:
         });
     }
 
-    // The gated norm of a row.
+    // The gated norm of a row, or where it has no weight the gate alone.
     void finish(int r, float* out) const {
         const float *y = mixed_ + size_t(r) * m_.mixed(), *z = mixing_.row(r);
         const int width = m_.inner() / m_.groups;
         for (int g = 0; g < m_.inner(); g += width) {
             for (int i = g; i < g + width; i += LANES)
                 store(out + i, load(y + i) * activated(load(z + i), edgellm::SILU));
+            if (!m_.norm) continue;
             const Vec scale = splat(inverse_rms(out + g, width, m_.epsilon));
             for (int i = g; i < g + width; i += LANES) store(out + i, load(out + i) * scale * load(m_.norm + i));
         }

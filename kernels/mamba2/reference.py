@@ -76,7 +76,10 @@ def _row(convolved: Floats, step: Floats, vectors: Mamba2Vectors, heads: Floats)
 
 
 def _gated_norm(y: Floats, z: Floats, vectors: Mamba2Vectors) -> Floats:
-    groups = (y * _silu(z)).reshape(len(y), vectors.groups, -1)
+    gated = np.asarray(y * _silu(z))
+    if vectors.norm is None:
+        return gated
+    groups = gated.reshape(len(y), vectors.groups, -1)
     normed = groups / np.sqrt((groups**2).mean(axis=-1, keepdims=True) + vectors.epsilon)
     return np.asarray(normed.reshape(y.shape) * vectors.norm)
 

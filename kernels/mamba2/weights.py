@@ -28,7 +28,7 @@ class Mamba2Vectors:
         dt_bias: number added to dt before its softplus `[heads]`.
         decay: factor of dt in the exponent of a state's decay `[heads]`, below 0.
         skip: share of x in the output `[heads]`.
-        norm: weight of the gated RMS norm `[heads * head_dim]`.
+        norm: weight of the gated RMS norm `[heads * head_dim]`; None: the output is gated alone.
         groups: number of B and C; each serves `heads / groups` heads, and the norm takes the
             channels of these heads together.
         epsilon: number added to the mean squares of the norm.
@@ -38,7 +38,8 @@ class Mamba2Vectors:
     dt_bias: Floats
     decay: Floats
     skip: Floats
-    norm: Floats
+    norm: Floats | None
+    head_dim: int
     groups: int
     epsilon: float
     conv_bias: Floats | None = None
@@ -59,11 +60,7 @@ class Mamba2Vectors:
     @property
     def inner(self) -> int:
         """Width of z, of x and of the output, `heads * head_dim`."""
-        return len(self.norm)
-
-    @property
-    def head_dim(self) -> int:
-        return self.inner // self.heads
+        return self.heads * self.head_dim
 
     @property
     def state_dim(self) -> int:
@@ -88,12 +85,13 @@ class Mamba2Vectors:
         """
         for name in ("dt_bias", "decay", "skip"):
             floats(getattr(self, name), (self.heads,), name)
-        floats(self.norm, (self.inner,), "norm")
+        if self.norm is not None:
+            floats(self.norm, (self.inner,), "norm")
         floats(self.conv, (self.taps, self.channels), "conv")
         if self.conv_bias is not None:
             floats(self.conv_bias, (self.channels,), "conv_bias")
         states = 2 * self.groups * self.state_dim
-        if self.inner % self.heads or self.heads % self.groups:
+        if self.heads % self.groups:
             raise ValueError(
                 f"{self.heads} heads in {self.groups} groups do not share {self.inner} channels"
             )

@@ -35,6 +35,7 @@ struct Layer {
     // other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Linear output_gate;  // of attention; without panels where there is none
+    Linear beside_o;     // output projection of a mamba2 beside attention; without panels where there is none
     Norm attention_norm;
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     Norm post_attention_norm, mlp_norm;
@@ -52,9 +53,13 @@ struct Layer {
     float output_scale;    // of the residual, at the end of the layer
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, or its state, and as which layer
-    int32_t mixer, state_size;  // state_size: floats of its state; 0 where it attends
+    int32_t beside_pool, beside_slot;  // the same for the state of what is beside attention
+    int32_t mixer, state_size;  // state_size: floats of its state; 0 where it has none
 
     bool attends() const { return mixer == ATTENTION; }
+    bool has_beside() const { return beside_o.panels != nullptr; }
+    // The output projection of the mixer that keeps a state.
+    const Linear& state_out() const { return has_beside() ? beside_o : o; }
     bool has_own_kv() const { return k.panels != nullptr; }
     bool has_input() const { return input.gate.panels != nullptr; }
     int qkv_outputs() const { return q.outputs + 2 * k.outputs; }  // V may be K

@@ -20,9 +20,9 @@ struct Buffers {
         bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
-            mixed_outputs = std::max(mixed_outputs, layer.mixed_outputs());
-            width = std::max(width, layer.o.inputs);
-            wide = std::max(wide, layer.mixer == edgellm::MAMBA2 ? layer.mamba2.mixed() : layer.o.inputs);
+            mixed_outputs = std::max({mixed_outputs, layer.mixed_outputs(), layer.mamba2.inputs()});
+            width = std::max({width, layer.o.inputs, layer.beside_o.inputs});
+            wide = std::max({wide, layer.o.inputs, layer.mamba2.mixed()});
             if (layer.mixer == edgellm::DELTA_NET)
                 delta_floats = std::max(delta_floats, edgellm::DeltaNetBuffers::floats(layer.delta_net, rows));
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
@@ -79,7 +79,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    int phases() const { return (17 + b_.adapters.phases()) * model_.layer_count + 5; }
+    int phases() const { return (22 + b_.adapters.phases()) * model_.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -94,8 +94,10 @@ public:
                 run_mamba2(worker, layer, l);
             else if (layer.mixer == edgellm::DELTA_NET)
                 run_delta_net(worker, layer, l);
-            else
+            else {
+                if (layer.has_beside()) add_beside(worker, layer, l);
                 run_attention(worker, layer, l);
+            }
             const Changed o{&layer, &edgellm::LayerChanges::o};
             add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
             if (layer.has_experts())
@@ -131,10 +133,9 @@ private:
         return std::max(1, panels_at_once(layer.up, rows_, call_.threads) / 2);
     }
 
-    // What the output projection reads.
-    edgellm::Rows mixer_out(const edgellm::Layer& layer) const {
-        return edgellm::Rows::in(b_.attended, rows_, layer.o.inputs);
-    }
+    // What an output projection reads.
+    edgellm::Rows mixer_out(const edgellm::Linear& o) const { return edgellm::Rows::in(b_.attended, rows_, o.inputs); }
+    edgellm::Rows mixer_out(const edgellm::Layer& layer) const { return mixer_out(layer.o); }
 
     // The rows that a layer's input projections read; `first`: the projection that comes next.
     void enter_layer(edgellm::Worker& worker, int l, const edgellm::Linear& first) const {
@@ -149,8 +150,10 @@ private:
     }
 
     edgellm::Mixing mixing(const edgellm::Layer& layer) const {
-        return {call_, places_, layer.pool, size_t(layer.slot) * layer.state_size, b_.mixed,
-                size_t(layer.mixed_outputs()), mixer_out(layer)};
+        const bool beside = layer.has_beside();
+        return {call_, places_, beside ? layer.beside_pool : layer.pool,
+                size_t(beside ? layer.beside_slot : layer.slot) * layer.state_size, b_.mixed,
+                size_t(beside ? layer.mamba2.inputs() : layer.mixed_outputs()), mixer_out(layer.state_out())};
     }
 
     void run_short_conv(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -167,17 +170,23 @@ private:
         const edgellm::Mixing mixing_here = mixing(layer);
         const Mamba2 op(layer.mamba2, mixing_here, b_.q);
         enter_layer(worker, l, layer.mamba2.in);
-        multiply(worker, {{&layer.mamba2.in, b_.mixed}}, b_.x, layer.mixed_outputs(), false);
+        multiply(worker, {{&layer.mamba2.in, b_.mixed}}, b_.x, layer.mamba2.inputs(), false);
         op.mix(worker);
         op.scan(worker);
         every_row(
             worker,
             [&](int r) {
-                float* out = static_cast<float*>(edgellm::scratch(4 * size_t(layer.o.inputs)));
+                float* out = static_cast<float*>(edgellm::scratch(4 * size_t(layer.mamba2.inner())));
                 op.finish(r, out);
-                quantize_groups(out, 0, layer.o.inputs / edgellm::GROUP, mixing_here.out, r, false);
+                quantize_groups(out, 0, layer.mamba2.inner() / edgellm::GROUP, mixing_here.out, r, false);
             },
-            weights(layer.o));
+            weights(layer.state_out()));
+    }
+
+    // What a mamba2 beside attention adds to the residual; the rows that it reads stay for attention.
+    void add_beside(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        run_mamba2(worker, layer, l);
+        multiply(worker, {{&layer.beside_o, b_.residual}}, mixer_out(layer.beside_o), model_.hidden, true);
     }
 
     void run_delta_net(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -207,7 +216,7 @@ private:
     void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
         const edgellm::Rows attended = mixer_out(layer);
-        enter_layer(worker, l, layer.q);
+        if (!layer.has_beside()) enter_layer(worker, l, layer.q);
         const int outputs = layer.mixed_outputs();
         const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
             v{&layer, &edgellm::LayerChanges::v, 2}, gate{&layer, &edgellm::LayerChanges::q_gate, 3};
@@ -490,6 +499,7 @@ private:
         every_row(worker, [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
             const float* x = b_.residual + r * hidden;
+            if (layer.shared.experts_norm) return enter_beside(r, layer);
             if (layer.mlp_norm.weight)
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
@@ -500,8 +510,29 @@ private:
         b_.experts.run(worker, model_, l, b_.x);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
+            if (layer.shared.post_norm) return join_beside(r, layer);
             b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
         });
+    }
+
+    // The rows that an MLP beside experts reads, that these read, and that their router reads.
+    void enter_beside(int r, const edgellm::Layer& layer) const {
+        const float* x = b_.residual + size_t(r) * model_.hidden;
+        const edgellm::SharedExpert& shared = layer.shared;
+        scaled_norm(x, {shared.experts_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.normed(r));
+        scaled_norm(x, {shared.router_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.routed(r));
+        normalize(layer.mlp_norm, r, false);
+    }
+
+    // What they give together, which the norm behind the layer's MLPs takes.
+    void join_beside(int r, const edgellm::Layer& layer) const {
+        const edgellm::SharedExpert& shared = layer.shared;
+        float* out = b_.branch + size_t(r) * model_.hidden;
+        float* sum = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
+        b_.experts.sum(layer, r, sum, false);
+        scaled_norm(sum, {shared.experts_post_norm, nullptr}, model_.hidden, model_.epsilon, out);
+        scaled_norm(b_.experts.shared_out(r), {shared.post_norm, nullptr}, model_.hidden, model_.epsilon, sum);
+        add_to(out, sum, model_.hidden);
     }
 
     void add_input(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {

@@ -25,11 +25,12 @@ from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
+from edgellm.kernels.step.checks import check_pools, check_weights
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import Weights, check_pools, check_weights
+from edgellm.kernels.step.weights import Weights
 
 Floats = NDArray[np.float32]
 # Held while a graph is captured, of which torch has one at a time in a process.

@@ -13,6 +13,12 @@ from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
+from edgellm.kernels.experts.native import (
+    ROUTER_VECTORS,
+    SHARED_VECTORS,
+    RouterLayer,
+    SharedExpertLayer,
+)
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.linear import PANEL
@@ -26,6 +32,7 @@ from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
 from edgellm.kernels.state_blocks import StateBlocks, StateView
+from edgellm.kernels.step.checks import check_adapter, check_pools, check_weights
 from edgellm.kernels.step.span import (
     LayerGroup,
     StepSpan,
@@ -39,9 +46,6 @@ from edgellm.kernels.step.weights import (
     LayerInput,
     LayerWeights,
     Weights,
-    check_adapter,
-    check_pools,
-    check_weights,
 )
 
 Floats = NDArray[np.float32]
@@ -50,45 +54,6 @@ Floats = NDArray[np.float32]
 _MIXERS = (type(None), ShortConvWeights, Mamba2Weights, DeltaNetWeights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
-
-
-class _Router(ctypes.Structure):
-    """Router of a layer; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "selection")),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
-        ("scale", ctypes.c_float),
-    ]
-
-    @classmethod
-    def of(cls, layer: LayerWeights) -> _Router:
-        routing = layer.routing
-        if routing is None:
-            return cls()
-        return cls(
-            *map(address, (layer.router, layer.router_bias, layer.selection_bias)),
-            routing.experts,
-            routing.used,
-            routing.normalized,
-            routing.scores == "sigmoid",
-            routing.scale,
-        )
-
-
-class _SharedExpert(ctypes.Structure):
-    """Expert that all rows go through; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        *((name, LinearLayer) for name in ("gate", "up", "down")),
-        ("router", ctypes.c_void_p),
-    ]
-
-    @classmethod
-    def of(cls, layer: LayerWeights) -> _SharedExpert:
-        if layer.shared is None:
-            return cls()
-        return cls(*map(layer_of, layer.shared), address(layer.shared_router))
 
 
 class _LayerInput(ctypes.Structure):
@@ -103,8 +68,8 @@ class _LayerInput(ctypes.Structure):
     def of(cls, given: LayerInput | None) -> _LayerInput:
         if given is None:
             return cls()
-        linears = map(layer_of, (given.context, given.gate, given.output))
-        return cls(*linears, address(given.post_norm))
+        linears = given.context, given.gate, given.output
+        return cls(*map(layer_of, linears), address(given.post_norm))
 
 
 class _Layer(ctypes.Structure):
@@ -112,11 +77,11 @@ class _Layer(ctypes.Structure):
 
     _fields_ = [
         *((name, LinearLayer) for name in ("q", "k", "v", "o", "gate", "up", "down")),
-        ("output_gate", LinearLayer),
+        *((name, LinearLayer) for name in ("output_gate", "beside_o")),
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
-        ("router", _Router),
-        ("shared", _SharedExpert),
+        ("router", RouterLayer),
+        ("shared", SharedExpertLayer),
         ("sinks", ctypes.c_void_p),
         ("input", _LayerInput),
         ("short_conv", ShortConvLayer),
@@ -124,7 +89,8 @@ class _Layer(ctypes.Structure):
         ("delta_net", DeltaNetLayer),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
-        *((name, ctypes.c_int32) for name in ("pool", "slot", "mixer", "state_size")),
+        *((name, ctypes.c_int32) for name in ("pool", "slot", "beside_pool", "beside_slot")),
+        *((name, ctypes.c_int32) for name in ("mixer", "state_size")),
     ]
 
 
@@ -196,14 +162,15 @@ class _ExpertsCall(ctypes.Structure):
     ]
 
 
-def _layer(layer: LayerWeights, slot: int) -> _Layer:
+def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
     """Return the structure of a layer, in which V takes 16-bit activations.
 
     V and the LM head take 16-bit activations, for 3 % of a prompt's work together. Rounding all
     inputs to 8 bits costs a KL divergence to float32 of 0.0030 (SmolLM2-135M, 2,048 tokens), of
     which V's 192 outputs a layer are 0.0005 and the head 0.0010.
     """
-    mixer, attends = layer.mixer, layer.mixer is None
+    attends = layer.mixer is None
+    mixer = layer.beside if layer.mixer is None else layer.mixer
     return _Layer(
         layer_of(layer.q),
         layer_of(layer.k, fine=layer.v is None),
@@ -212,11 +179,12 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         layer_of(layer.gate),
         layer_of(layer.up),
         layer_of(layer.down),
-        LinearLayer() if layer.q_gate is None else layer_of(layer.q_gate),
+        layer_of(layer.q_gate),
+        layer_of(layer.mamba_o),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
-        _Router.of(layer),
-        _SharedExpert.of(layer),
+        RouterLayer.of(layer.routing, [getattr(layer, name) for name in ROUTER_VECTORS]),
+        SharedExpertLayer.of(layer.shared, [getattr(layer, name) for name in SHARED_VECTORS]),
         address(layer.sinks),
         _LayerInput.of(layer.input),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
@@ -231,7 +199,9 @@ def _layer(layer: LayerWeights, slot: int) -> _Layer:
         ACTIVATIONS.index(layer.activation),
         layer.pool,
         slot,
-        _MIXERS.index(type(mixer)),
+        layer.beside_pool,
+        beside_slot,
+        _MIXERS.index(type(layer.mixer)),
         0 if mixer is None else mixer.state_size,
     )
 
@@ -301,7 +271,7 @@ class FusedStep:
             *(KV.of(pool, no_table) if isinstance(pool, KVBlocks) else KV() for pool in pools)
         )
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
-        layers = map(_layer, weights.layers, weights.slots)
+        layers = map(_layer, weights.layers, weights.slots, weights.beside_slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
         table = weights.layer_table
         counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
@@ -422,11 +392,13 @@ class FusedStep:
         The results of a row have the same bits with any number of other rows.
 
         Raises:
-            ValueError: the layer has no experts, or the rows have another width.
+            ValueError: the layer has no experts, or an MLP beside them, or the rows have another
+                width.
         """
         hidden = self._weights.embedding.inputs
-        if self._weights.layers[layer].routing is None:
-            raise ValueError(f"layer {layer} has no experts")
+        here = self._weights.layers[layer]
+        if here.routing is None or here.experts_norm is not None:
+            raise ValueError(f"layer {layer} has no experts, or an MLP beside them")
         if x.ndim != 2 or x.shape[1] != hidden:
             raise ValueError(f"rows are {x.shape}; needed are {hidden} numbers in each")
         rows = np.ascontiguousarray(x, np.float32)

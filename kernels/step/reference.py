@@ -102,9 +102,11 @@ def through(
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
-        normed = norm(x, layer.mlp_norm, layer.mlp_norm_bias, weights.epsilon)
+        if layer.beside is not None:
+            x = x + product(_mixed(normed, layer.beside, product, weights.epsilon), "mamba_o")
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
-        x = x + norm(_feed_forward(normed, layer, product_of), *post, weights.epsilon)
+        added = _feed_forward(x, layer, product_of, weights.epsilon)
+        x = x + norm(added, *post, weights.epsilon)
         if layer.input is not None:
             e = layer_embeddings(weights, matrices, index, tokens, residuals[0], rounded=rounded)
             added = product(
@@ -211,22 +213,30 @@ def _mixed(x: Floats, mixer: StateMixer, product: _Product, epsilon: float) -> F
 
 
 def _feed_forward(
-    x: Floats, layer: LayerWeights, product_of: Callable[[int, int], _Product]
+    residual: Floats,
+    layer: LayerWeights,
+    product_of: Callable[[int, int], _Product],
+    epsilon: float,
 ) -> Floats:
     """Compute the MLP, or the experts that the router chooses for each row, and the shared one.
 
     Args:
         product_of: gives the products of one of so many parts of the layer.
     """
+    x = norm(residual, layer.mlp_norm, layer.mlp_norm_bias, epsilon)
     if layer.routing is None or layer.router is None:
         return _mlp(x, layer, product_of(0, 1))
+    read = routed = x
+    if layer.experts_norm is not None:
+        read = norm(residual, layer.experts_norm, None, epsilon)
+        routed = norm(residual, layer.router_norm, None, epsilon)
     count, out = layer.routing.experts, np.zeros_like(x)
-    logits = _biased(x @ layer.router.T.astype(np.float64), layer.router_bias)
-    shares = experts.shares(logits, layer.routing, layer.selection_bias)
+    logits = _biased(routed @ layer.router.T.astype(np.float64), layer.router_bias)
+    shares = experts.shares(logits, layer.routing, layer.selection_bias, layer.expert_scale)
     for expert in range(count):
-        rows = shares[:, expert] > 0
+        rows = shares[:, expert] != 0
         if rows.any():
-            y = _mlp(x[rows], layer, product_of(expert, count), expert, count)
+            y = _mlp(read[rows], layer, product_of(expert, count), expert, count)
             out[rows] += shares[rows, expert, None] * y
     if layer.shared is None:
         return out
@@ -234,7 +244,8 @@ def _feed_forward(
     if layer.shared_router is not None:
         share = 1 / (1 + np.exp(-x @ layer.shared_router.astype(np.float64)))[:, None]
     inner = gated(product(x, "shared_gate"), product(x, "shared_up"), layer.activation)
-    return out + share * product(inner, "shared_down")
+    added = norm(share * product(inner, "shared_down"), layer.shared_post_norm, None, epsilon)
+    return norm(out, layer.experts_post_norm, None, epsilon) + added
 
 
 def _mlp(

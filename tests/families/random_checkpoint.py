@@ -215,10 +215,13 @@ def after_attention(
     """The residual behind a layer."""
     name, here = f"layers.{layer}", checkpoint.config.layers[layer]
     added = product(checkpoint, f"{name}.o", attended)
+    if here.beside is not None:
+        rows = normed(checkpoint, f"{name}.attention_norm", residual)
+        added = added + product(checkpoint, f"{name}.mamba_o", mamba2(checkpoint, layer, rows, {}))
     residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
     if here.experts is not None:
-        added = experts(checkpoint, layer, x)
+        added = experts(checkpoint, layer, x, residual)
     else:
         up = product(checkpoint, f"{name}.up", x)
         gate = product(checkpoint, f"{name}.gate", x) if here.mlp.gated else None
@@ -231,8 +234,12 @@ def inner(gate: np.ndarray | None, up: np.ndarray, activation: Any) -> np.ndarra
     return activate(up, activation) if gate is None else gated(gate, up, activation)
 
 
-def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+PARTS_BESIDE = ("experts", "router")
+
+
+def experts(checkpoint: Any, layer: int, x: np.ndarray, residual: np.ndarray) -> np.ndarray:
     """The experts of a layer, row by row, and the one of all rows."""
+    first, routed = x, x
     here, name = checkpoint.config.layers[layer], f"layers.{layer}"
     routing, activation = here.experts, here.mlp.activation
     stacks = {}
@@ -243,12 +250,15 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
         stacks[part] = list(
             zip(*(np.split(a, routing.experts) for a in (whole, bias)), strict=True)
         )
-    logits = product(checkpoint, f"{name}.router", x)
+    if here.shared is not None and here.shared.beside:
+        x, routed = (normed(checkpoint, f"{name}.{part}_norm", residual) for part in PARTS_BESIDE)
+    logits = product(checkpoint, f"{name}.router", routed)
     scores = np.exp(logits - logits.max(axis=1, keepdims=True))
     scores /= scores.sum(axis=1, keepdims=True)
     if routing.scores == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
     selection = vector(checkpoint, f"{name}.selection_bias")
+    factors = vector(checkpoint, f"{name}.expert_scale")
     added = np.zeros_like(x)
     for row, each in enumerate(scores):
         chosen = np.argsort(-each if selection is None else -(each + selection))[: routing.used]
@@ -257,14 +267,16 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
             (gate, up, down) = (stacks[part][expert] for part in ("gate", "up", "down"))
             middle = inner(gate[0] @ x[row] + gate[1], up[0] @ x[row] + up[1], activation)
             y = down[0] @ middle + down[1]
-            added[row] += routing.scale * each[expert] / total * y
+            share = each[expert] / total * (1 if factors is None else factors[expert])
+            added[row] += routing.scale * share * y
     if here.shared is None:
         return added
+    x, added = first, normed(checkpoint, f"{name}.experts_post_norm", added)
     gate, up = (product(checkpoint, f"{name}.shared_{part}", x) for part in ("gate", "up"))
     y = product(checkpoint, f"{name}.shared_down", inner(gate, up, activation))
     if here.shared.routed:
         y = y / (1 + np.exp(-x @ vector(checkpoint, f"{name}.shared_router")))[:, None]
-    return added + y
+    return added + normed(checkpoint, f"{name}.shared_post_norm", y)
 
 
 Kept = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -283,7 +295,7 @@ def short_conv(checkpoint: Any, layer: int, x: np.ndarray, _: Kept) -> np.ndarra
 
 def mamba2(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray:
     """The Mamba-2 of normed rows, which its own tests compare with transformers."""
-    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].mixer
+    name, mixer = f"layers.{layer}", checkpoint.config.layers[layer].state_mixer
     vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
     rows = product(checkpoint, f"{name}.mamba_in", x)
     return reference.mix(rows, vectors, reference.State.zero(vectors))[0]

@@ -35,6 +35,7 @@ NAMES = (
     *("qwen2_moe", "glm4_moe", "gpt_oss"),
 )
 CASES = [(name, form) for name in NAMES for form in ("folder", "Q8_0")]
+CASES.append(("gemma4_experts", "Q8_0"))
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 300).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
@@ -153,6 +154,9 @@ def test_quality_has_a_reference(judged: Judged) -> None:
 
 def test_the_self_test_passes(judged: Judged) -> None:
     result = CliRunner().invoke(edgellm, ["doctor", "-v", str(judged.llm.engine.bundle.path)])
+    if judged.llm.engine.config.attention.v_norm:
+        assert "no self-test of models with V made of K (gemma4_text) yet" in result.output
+        return
     assert result.exit_code == 0, result.output
     assert "checks passed" in result.output
 

@@ -14,10 +14,14 @@ TRITON = ("gemma3_text", "qwen3_moe_mixed")
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
-    *("granitemoehybrid_experts", "qwen3_5_moe_text"),
+    *("granitemoehybrid_experts", "qwen3_5_moe_text", "qwen3_next"),
+    "gemma4_experts",
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
-MAMBAS = ("granitemoehybrid_mamba", "granitemoehybrid_narrow")
+MAMBAS = (
+    *("granitemoehybrid_mamba", "granitemoehybrid_narrow"),
+    *("falcon_h1", "falcon_h1_normed"),
+)
 WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
 SHARING = ("gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*SPECIAL_EXPERTS, *WITH_STATES, *SHARING)

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ k
 CASES = [
     *(("lfm2", "folder"), ("lfm2", "Q8_0"), ("lfm2_narrow", "folder")),
     *(("granitemoehybrid_mamba", "Q8_0"), ("qwen3_5_text", "folder")),
-    ("qwen3_5_text_even", "Q8_0"),
+    *(("qwen3_5_text_even", "Q8_0"), ("falcon_h1", "folder")),
 ]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -387,7 +387,8 @@ def test_what_is_shown_and_planned(judged: Judged) -> None:
     result = CliRunner().invoke(edgellm, ["show", judged.path])
     assert result.exit_code == 0, result.output
     bundle = open_bundle(Path(judged.path))
-    states = [layer.mixer.state_size for layer in bundle.config.layers if not layer.attends]
+    mixers = (layer.state_mixer for layer in bundle.config.layers)
+    states = [mixer.state_size for mixer in mixers if mixer is not None]
     works = [work_of(bundle, n, precision="packed", kv_format="f32") for n in (0, 100)]
     weights = imported(bundle.manifest, "packed").decode_bytes
     assert works[0].decode_bytes == weights + 2 * 4 * sum(states)  # read and written

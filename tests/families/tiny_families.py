@@ -69,6 +69,17 @@ _HYBRID = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-3,
 }
+_FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "rope_parameters": _DEFAULT,
+}
 # Name -> class of transformers without `Config` and `ForCausalLM`, and what its config says.
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {"attention_bias": True, "mlp_bias": True, "rope_parameters": _DEFAULT}),
@@ -106,6 +117,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "gemma4_unified": ("Gemma4UnifiedText", {**_GEMMA4, "attention_k_eq_v": True}),
+    "gemma4_experts": (
+        "Gemma4Text",
+        {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "phi3": ("Phi3", {"sliding_window": 24, "rope_parameters": _DEFAULT}),
     "phi3_longrope": (
         "Phi3",
@@ -154,6 +177,33 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "mamba_d_conv": 2,
             "mamba_conv_bias": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.5,
+            "ssm_multipliers": [0.8, 0.9, 1.1, 0.7, 1.4],
+            "mlp_multipliers": [0.9, 0.4],
+        },
+    ),
+    "falcon_h1_normed": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_n_groups": 1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_conv_bias": False,
+            "tie_word_embeddings": True,
+            "embedding_multiplier": 2.0,
         },
     ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5}),
@@ -255,6 +305,23 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 64,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [2],
         },
     ),
     "qwen3_moe": (

@@ -5,18 +5,26 @@ Names of tensors and keys are the `gguf` package's.
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf_tensors import (
+    Tensors,
+    delta_net,
+    fused,
+    hybrid,
+    multiplied,
+    of_gemma4,
+    permuted,
+    qkv_and_z,
+    stacked,
+)
 from safetensors.numpy import load_file
 from small_vocabulary import sentencepiece_metadata
 
-Tensors = dict[str, np.ndarray]
 Keys = Callable[[gguf.GGUFWriter], None]
 ARCH = gguf.MODEL_ARCH
 F32 = gguf.GGMLQuantizationType.F32
@@ -61,6 +69,11 @@ def gemma4_unified(w: gguf.GGUFWriter) -> None:
     gemma4_attention(w)
 
 
+def gemma4_experts(w: gguf.GGUFWriter) -> None:
+    w.add_expert_feed_forward_length(32)
+    gemma4_unified(w)
+
+
 def gemma4_attention(w: gguf.GGUFWriter) -> None:
     w.add_key_length(64)
     w.add_value_length(64)
@@ -96,6 +109,15 @@ def granite_hybrid(w: gguf.GGUFWriter) -> None:
     w.add_ssm_time_step_rank(8)
     w.add_rope_scaling_finetuned(False)
     granite_multipliers(w)
+
+
+def falcon_h1(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    w.add_ssm_conv_kernel(4)
+    w.add_ssm_state_size(16)
+    w.add_ssm_group_count(2)
+    w.add_ssm_inner_size(128)
+    w.add_ssm_time_step_rank(4)
 
 
 def granite_hybrid_experts(w: gguf.GGUFWriter) -> None:
@@ -176,6 +198,13 @@ def qwen35moe(w: gguf.GGUFWriter) -> None:
     _delta_sizes(w, key_heads=2, value_heads=2, key_dim=32, value_dim=32, taps=4)
 
 
+def qwen3next(w: gguf.GGUFWriter) -> None:
+    w.add_rope_dimension_count(8)
+    w.add_array("qwen3next.attention.recurrent_layers", [True, False, True])
+    w.add_expert_shared_feed_forward_length(64)
+    _delta_sizes(w, key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4)
+
+
 def _delta_sizes(
     w: gguf.GGUFWriter, *, key_heads: int, value_heads: int, key_dim: int, value_dim: int, taps: int
 ) -> None:
@@ -237,6 +266,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "gemma3_text": (ARCH.GEMMA3, gemma3, {}),
     "gemma4_text": (ARCH.GEMMA4, gemma4, {}),
     "gemma4_unified": (ARCH.GEMMA4, gemma4_unified, {}),
+    "gemma4_experts": (ARCH.GEMMA4, gemma4_experts, {}),
     "phi3": (ARCH.PHI3, phi3, {}),
     "phi3_longrope": (ARCH.PHI3, longrope, {}),
     "granite": (ARCH.GRANITE, granite, {}),
@@ -255,6 +285,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "lfm2": (ARCH.LFM2, lfm2, {}),
     "qwen3_5_text_even": (ARCH.QWEN35, qwen35_even, {}),
     "qwen3_5_moe_text": (ARCH.QWEN35MOE, qwen35moe, {}),
+    "qwen3_next": (ARCH.QWEN3NEXT, qwen3next, {"mlp_only_layers": []}),
     "qwen3_moe": (ARCH.QWEN3MOE, nothing, {}),
     "olmoe": (ARCH.OLMOE, nothing, {}),
     "mixtral": (ARCH.LLAMA, theta(1e6), {"sliding_window": None}),
@@ -277,7 +308,10 @@ EXACT = (
     *("ffn_gate_inp.weight", "shortconv.conv.weight"),
     *("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
 )
-PLUS_ONE = (ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3, ARCH.QWEN35, ARCH.QWEN35MOE)
+PLUS_ONE = (
+    *(ARCH.GEMMA, ARCH.GEMMA2, ARCH.GEMMA3),
+    *(ARCH.QWEN35, ARCH.QWEN35MOE, ARCH.QWEN3NEXT),
+)
 
 
 def convert(
@@ -300,14 +334,18 @@ def convert(
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tensors: Tensors = {}
     loaded = load_file(folder / "model.safetensors")
-    if arch == ARCH.GRANITE_HYBRID:
+    if arch == ARCH.FALCON_H1:
+        loaded = multiplied(loaded, config)
+    if arch in (ARCH.GRANITE_HYBRID, ARCH.FALCON_H1):
         loaded = hybrid(loaded, config)
+    if arch == ARCH.QWEN3NEXT:
+        loaded = qkv_and_z(loaded, config)
     for key, values in stacked(loaded).items():
         if key.endswith("layer_scalar"):  # a vector without a suffix
             key += ".weight"
         if ".linear_attn." in key:
             key, values = delta_net(key, values, config)
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        name = names.get_name(key, try_suffixes=(".weight", ".bias")) or of_gemma4(key)
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if ".q_" in key else config.num_key_value_heads
@@ -351,7 +389,8 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     experts = next(filter(None, (getattr(config, key, None) for key in keys)), None)
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        gemma = config.model_type == "gemma4_text"
+        writer.add_expert_used_count(config.top_k_experts if gemma else config.num_experts_per_tok)
     if getattr(config, "moe_intermediate_size", None):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if hasattr(config, "norm_epsilon"):
@@ -362,112 +401,3 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-
-
-def delta_net(key: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
-    """As `_LinearAttentionVReorderBase` of the converter: of each key head the first value head,
-    then of each the second one."""
-    heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
-    first = 2 * keys * config.linear_key_head_dim  # rows of q and k
-    part = key.split(".linear_attn.")[1]
-
-    def tiled(rows: np.ndarray) -> np.ndarray:
-        split = rows.reshape(keys, heads // keys, len(rows) // heads, *rows.shape[1:])
-        return split.swapaxes(0, 1).reshape(rows.shape)
-
-    if part in ("in_proj_qkv.weight", "conv1d.weight"):
-        return key, np.concatenate([values[:first], tiled(values[first:])]).squeeze()
-    if part == "out_proj.weight":
-        return key, tiled(values.T).T
-    if part == "norm.weight":
-        return key, values
-    if part == "A_log":
-        values = -np.exp(values)
-    return key.replace("dt_bias", "dt_proj.bias"), tiled(values)
-
-
-def permuted(values: np.ndarray, heads: int) -> np.ndarray:
-    """As `LlamaModel.permute` of the converter."""
-    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return split.swapaxes(1, 2).reshape(values.shape)
-
-
-def stacked(tensors: Tensors) -> Tensors:
-    """With the matrices of a layer's experts in one tensor, and gate and up apart."""
-    left: Tensors = {}
-    experts: dict[str, list[np.ndarray]] = defaultdict(list)
-    for key, values in sorted(tensors.items(), key=lambda item: _expert(item[0])):
-        if _expert(key) >= 0:
-            name = re.sub(r"experts\.\d+", "experts", key).removeprefix("model.")
-            # the map knows these names without, others with that
-            known = "feed_forward" in name
-            experts[name if known else f"model.{name}"].append(values)
-        elif "mlp.experts.gate_up_proj" in key:
-            for index, name in enumerate(("gate", "up")):
-                kept = key.replace("gate_up_proj", f"{name}_proj")
-                left |= _of_gpt_oss(kept, values[..., index::2])
-        elif "mlp.experts.down_proj" in key:
-            left |= _of_gpt_oss(key, values)
-        elif key.endswith("sinks"):
-            left[f"{key}.weight"] = values
-        elif key.endswith("feed_forward.expert_bias"):
-            left[f"{key}.bias"] = values
-        elif key.endswith("e_score_correction_bias"):
-            left[key.removesuffix("_bias") + ".bias"] = values
-        elif key.endswith("shared_expert_gate.weight"):
-            left[key] = values[0]
-        elif "input_linear" in key:
-            for name, part in zip(("w1", "w3"), np.split(values, 2, axis=1), strict=True):
-                left[key.replace("input_linear", f"experts.{name}")] = part
-        else:
-            left[key] = values
-    return {**left, **{key: np.stack(parts) for key, parts in experts.items()}}
-
-
-def hybrid(tensors: Tensors, config: Any) -> Tensors:
-    """With gate and up apart, and vectors of Mamba-2 as `Mamba2Model` of the converter has them."""
-    left: Tensors = {}
-    mlp = "mlp.shared_experts" if config.num_local_experts else "mlp"
-    for key, values in tensors.items():
-        module, _, part = key.removesuffix(".weight").rpartition(".")
-        if module.endswith("block_sparse_moe") or part == "layer":
-            left[key] = values
-        elif part == "input_linear":
-            for name, rows in zip(("gate_proj", "up_proj"), np.split(values, 2), strict=True):
-                left[f"{module.replace('shared_mlp', mlp)}.{name}.weight"] = rows
-        elif part == "output_linear":
-            left[f"{module.replace('shared_mlp', mlp)}.down_proj.weight"] = values
-        elif part == "dt_bias":
-            left[f"{module}.dt_proj.bias"] = values
-        elif part in ("A_log", "D"):
-            left[key] = (-np.exp(values) if part == "A_log" else values)[:, None]
-        elif key.endswith("mamba.norm.weight"):
-            left[key] = values.reshape(config.mamba_n_groups, -1)
-        else:
-            left[key] = values.squeeze()
-    return left
-
-
-def _of_gpt_oss(key: str, values: np.ndarray) -> Tensors:
-    if key.endswith("_bias"):
-        return {key.removesuffix("_bias") + ".bias": values}
-    return {f"{key}.weight": values.swapaxes(1, 2)}
-
-
-def _expert(key: str) -> int:
-    found = re.search(r"experts\.(\d+)\.", key)
-    return -1 if found is None else int(found[1])
-
-
-def fused(tensors: Tensors, layers: int) -> Tensors:
-    """With one tensor for Q, K and V, one for their biases, and one for gate and up of experts."""
-    left = dict(tensors)
-    for layer in range(layers):
-        for kind in ("weight", "bias"):
-            parts = [left.pop(f"blk.{layer}.attn_{x}.{kind}", None) for x in "qkv"]
-            if parts[0] is not None:
-                left[f"blk.{layer}.attn_qkv.{kind}"] = np.concatenate(parts)
-        parts = [left.pop(f"blk.{layer}.ffn_{x}_exps.weight", None) for x in ("gate", "up")]
-        if parts[0] is not None:
-            left[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
-    return left

@@ -120,7 +120,7 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
         ("phimoe", False, "a router of another kind"),
         ("glm4_moe_lite", False, r"latent attention \(MLA\)"),
         ("deepseek2", True, r"latent attention \(MLA\)"),
-        ("falcon-h1", True, "recurrent layers"),
+        ("jamba", True, "recurrent layers"),
         ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],
 )

@@ -22,9 +22,11 @@ from edgellm.export import export
 from edgellm.export.tokenizer_import import _from_gguf
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import SharedExpert
 from edgellm.graphs.layer_kinds import FULL, SLIDING
 from edgellm.graphs.safetensors_checkpoint import read_config
-from edgellm.graphs.tensors import model_tensors, parameters
+from edgellm.graphs.tensors import model_tensors, parameters, used_parameters
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.quantized import dequantize
 from edgellm.options import EngineOptions
 from edgellm.store.manifest import PACKED
@@ -73,6 +75,24 @@ LARGE = {
     "use_bidirectional_attention": "vision",
 }
 
+# 26B-A4B.
+EXPERTS = {
+    **LARGE,
+    "enable_moe_block": True,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "layer_types": ([SLIDING] * 5 + [FULL]) * 5,
+    "moe_intermediate_size": 704,
+    "num_attention_heads": 16,
+    "num_experts": 128,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 8,
+    "sliding_window": 1024,
+    "top_k_experts": 8,
+    "use_double_wide_mlp": False,
+}
+
 
 def config_of(folder: Path, **changes: Any) -> ModelConfig:
     values = {**E2B, "text_config": {**E2B["text_config"], **changes}}
@@ -106,10 +126,27 @@ def test_k_is_v_in_the_full_layers_of_large_models(tmp_path: Path) -> None:
     assert not {"layers.4.v", "layer_embedding"} & names.keys()
 
 
+def test_26b_a4b(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **EXPERTS)
+    assert parameters(config) / 1e9 == pytest.approx(25.23, abs=0.006)
+    assert used_parameters(config) / 1e9 == pytest.approx(3.82, abs=0.006)
+    layer = config.layers[5]
+    assert (layer.mlp.intermediate, layer.shared) == (
+        704,
+        SharedExpert(intermediate=2112, beside=True),
+    )
+    assert layer.experts == Routing(experts=128, used=8, scaled=True)
+    assert ModelConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    with pytest.raises(UnsupportedModelError, match="norms on both sides"):
+        replace(layer, norms="pre")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"enable_moe_block": True, "num_experts": 128}, UnsupportedModelError, r"26B-A4B"),
+        ({**EXPERTS, "num_experts": None}, ModelFormatError, "'num_experts' is missing"),
+        ({**EXPERTS, "top_k_experts": 129}, ModelFormatError, "uses 129 experts of 128"),
+        ({**EXPERTS, "moe_intermediate_size": None}, ModelFormatError, "intermediate is 0"),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "'all' is not supp"),
         ({"attention_bias": True}, UnsupportedModelError, "attention_bias"),
         ({"hidden_activation": "silu"}, UnsupportedModelError, "hidden_activation"),

@@ -9,9 +9,10 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import tiny_gguf
 from random_checkpoint import exact
 from tiny_families import make
-from tiny_gguf import FILES, Keys, convert, qwen35, write
+from tiny_gguf import FILES, Keys, convert, falcon_h1, qwen35, write
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
@@ -79,6 +80,38 @@ def test_value_heads_in_the_order_of_files(tmp_path: Path) -> None:
     tokens = list(range(3, 40))
     left, right = exact(opened, tokens)[1], exact(expected, tokens)[1]
     assert np.square(left - right).mean() < 1e-10 * np.square(right).mean()
+
+
+def test_factors_that_files_have_in_their_tensors(tmp_path: Path) -> None:
+    """The folder has them in its config, and some of them in other places."""
+    make("falcon_h1", tmp_path)
+    opened, expected = (
+        open_checkpoint(path)
+        for path in (
+            convert(tmp_path, tmp_path / "m.gguf", gguf.MODEL_ARCH.FALCON_H1, falcon_h1),
+            tmp_path,
+        )
+    )
+    opened.refuse_unread()  # type: ignore[attr-defined]
+    assert opened.config.embedding_scale == 1
+    same_config(replace(opened.config, embedding_scale=3.0), expected.config)
+    tokens = list(range(3, 40))
+    left, right = exact(opened, tokens)[1], exact(expected, tokens)[1]
+    assert np.square(left - right).mean() < 1e-10 * np.square(right).mean()
+
+
+def test_projections_of_delta_nets_that_are_fused_as_in_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llama.cpp wrote them until January 2026."""
+    monkeypatch.setattr(tiny_gguf, "qkv_and_z", lambda tensors, _: tensors)
+    arch, keys, changes = FILES["qwen3_next"]
+    make("qwen3_next", tmp_path, **changes)
+    path = convert(tmp_path, tmp_path / "model.gguf", arch, keys)
+    assert "blk.0.ssm_in.weight" in {tensor.name for tensor in gguf.GGUFReader(path).tensors}
+    opened = open_checkpoint(path)
+    same_tensors(opened, open_checkpoint(tmp_path))
+    opened.refuse_unread()  # type: ignore[attr-defined]
 
 
 def test_blocks_that_draft_tokens_are_left_out(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ MIXTURES = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"),
     *("granitemoehybrid_experts", "granitemoehybrid_mamba"),
 )
+# Adapters of these are refused.
+NOT_READ = tuple(name for name in FAMILIES if name.startswith(("qwen3_next", "falcon_h1")))
 
 
 def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> None:
@@ -76,7 +78,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_READ])
 def test_folders_of_peft_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     base = tmp_path / "model"
     make(name, base)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from model_shapes import Shape
 from random_weights import random_weight
 
 from edgellm.kernels import rope
 from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
@@ -28,6 +28,7 @@ from edgellm.kernels.step import (
     Weights,
     reference,
 )
+from edgellm.kernels.step.weights import BESIDE
 
 EPSILON = 1e-5
 VOCABULARY = 70
@@ -36,260 +37,6 @@ TABLE = [3, 0, 4, 1]
 OTHER_TABLE = [1, 3, 0, 2]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a layer has beside, or in place of, Llama's parts; see `LayerWeights`."""
-
-    norms: str = "pre"
-    layer_norm: bool = False
-    biases: bool = False
-    qk_norm: str = "none"
-    activation: str = "silu"
-    gated: bool = True
-    scale: float | None = None
-    softcap: float | None = None
-    embedding_scale: float = 1.0
-    logit_softcap: float | None = None
-    ropes: tuple[float, ...] = (1.0,)  # magnitudes; layers take turns
-    routing: Routing | None = None
-    v_norm: bool = False
-    k_as_v: bool = False
-    output_scale: float = 1.0
-    mixer: str = "attention"
-    output_gate: bool = False
-    shared: int = 0  # outputs of the shared expert
-    shared_router: bool = False
-    sinks: bool = False
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model; those of every second layer may be others (`odd`)."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int = 96
-    intermediate: int = 160
-    layers: int = 1
-    window: int | None = None
-    bias: bool = False
-    parts: Parts = Parts()
-    odd: Shape | None = None
-    shared: int = 0  # last layers that read K and V of the last other one with the same window
-    layer_width: int | None = None  # of embeddings for each layer
-
-    @property
-    def mixed(self) -> bool:
-        """Whether some layers have a window and others not."""
-        return self.window is not None and self.layers > 1
-
-    @property
-    def hybrid(self) -> bool:
-        """Whether some layers have states and others attend."""
-        return self.odd is not None and self.odd.parts.mixer != self.parts.mixer
-
-    def of(self, layer: int) -> Shape:
-        """Sizes of a layer."""
-        return self.odd if self.odd is not None and layer % 2 else self
-
-
-SHAPES = [
-    Shape(9, 3, 64, hidden=192),
-    Shape(1, 1, 64, layers=3),
-    Shape(8, 1, 96),
-    Shape(4, 4, 80, window=40),
-    Shape(10, 2, 32, intermediate=96),
-    Shape(2, 1, 256),
-    Shape(7, 1, 128, hidden=32, window=130),
-    Shape(6, 2, 32, bias=True),
-]
-GEMMA2 = Parts(
-    norms="sandwich",
-    activation="gelu_tanh",
-    scale=0.07,
-    softcap=5.0,
-    embedding_scale=3.5,
-    logit_softcap=8.0,
-)
-PARTS = {
-    "gemma2": Shape(4, 2, 64, layers=2, window=50, parts=GEMMA2),
-    "gemma3": Shape(
-        4,
-        1,
-        64,
-        hidden=64,
-        layers=2,
-        window=60,
-        parts=Parts(norms="sandwich", qk_norm="head", activation="gelu_tanh", ropes=(1.0, 0.0)),
-    ),
-    "olmo2": Shape(3, 3, 32, layers=2, parts=Parts(norms="post", qk_norm="width")),
-    "hunyuan": Shape(4, 2, 48, parts=Parts(qk_norm="head_after_rope", ropes=(1.3,))),
-    "starcoder2": Shape(
-        6,
-        2,
-        32,
-        bias=True,
-        layers=2,
-        parts=Parts(layer_norm=True, biases=True, gated=False, activation="gelu_tanh"),
-    ),
-    "everything": Shape(
-        8,
-        4,
-        36,
-        hidden=192,
-        bias=True,
-        layers=2,
-        parts=replace(GEMMA2, layer_norm=True, biases=True, qk_norm="width", ropes=(0.7, 1.0)),
-    ),
-}
-# Layers that have nothing in common but the residual.
-UNEVEN = {
-    "heads": Shape(
-        *(6, 3, 32),
-        layers=2,
-        window=40,
-        parts=Parts(ropes=(1.0, 1.0)),
-        odd=Shape(2, 1, 96, intermediate=96),
-    ),
-    "parts": replace(
-        PARTS["gemma3"],
-        window=30,
-        odd=Shape(
-            *(2, 1, 96),
-            intermediate=96,
-            parts=Parts(layer_norm=True, biases=True, gated=False, softcap=5.0),
-        ),
-    ),
-}
-GEMMA4 = Parts(
-    norms="sandwich",
-    qk_norm="head",
-    v_norm=True,
-    activation="gelu_tanh",
-    scale=1.0,
-    embedding_scale=8.0,
-    logit_softcap=30.0,
-    ropes=(1.0, 1.0),
-    output_scale=0.7,
-)
-# Layers that read K and V of others, and that have embeddings of their own.
-SHARED = {
-    "gemma4": Shape(
-        *(4, 1, 32),
-        layers=4,
-        window=50,
-        parts=GEMMA4,
-        odd=Shape(
-            *(2, 1, 512), intermediate=320, parts=replace(GEMMA4, k_as_v=True, output_scale=1.2)
-        ),
-        shared=2,
-        layer_width=64,
-    ),
-    "embeddings": Shape(2, 2, 64, layers=2, layer_width=32),
-    "shared": Shape(4, 2, 32, bias=True, layers=3, shared=2),
-    "k_as_v": Shape(
-        *(4, 2, 32), layers=2, bias=True, parts=Parts(qk_norm="head", k_as_v=True, v_norm=True)
-    ),
-}
-EXPERTS = {
-    "one of three": Shape(4, 2, 32, parts=Parts(routing=Routing(experts=3, used=1))),
-    "two of seven": Shape(
-        *(3, 1, 64),
-        hidden=64,
-        intermediate=96,
-        layers=2,
-        parts=Parts(routing=Routing(experts=7, used=2, normalized=False), activation="gelu_tanh"),
-    ),
-    "all of five": Shape(
-        *(2, 2, 32),
-        intermediate=32,
-        parts=Parts(
-            norms="sandwich",
-            layer_norm=True,
-            routing=Routing(experts=5, used=5, scale=2.5),
-        ),
-    ),
-    "every second layer": Shape(
-        *(4, 1, 32),
-        layers=3,
-        parts=Parts(qk_norm="head", routing=Routing(experts=20, used=3)),
-        odd=Shape(4, 1, 32, intermediate=96),
-    ),
-}
-# Layers that keep a state in place of K and V, beside others that attend.
-CONV, MAMBA = Parts(mixer="short_conv"), Parts(mixer="mamba2")
-HYBRIDS = {
-    "short_conv": Shape(4, 2, 32, layers=3, parts=CONV, odd=Shape(4, 2, 32)),
-    "short_conv with experts": Shape(
-        *(2, 1, 64),
-        hidden=64,
-        layers=3,
-        parts=Parts(norms="sandwich", qk_norm="head", layer_norm=True),
-        odd=Shape(
-            *(2, 1, 64),
-            hidden=64,
-            intermediate=32,
-            parts=replace(CONV, norms="post", routing=Routing(experts=4, used=2)),
-        ),
-    ),
-    "mamba2": Shape(5, 1, 32, hidden=64, layers=3, parts=MAMBA, odd=Shape(2, 2, 32)),
-    "mamba2 with groups": Shape(
-        *(2, 1, 64),
-        layers=3,
-        parts=Parts(norms="sandwich", qk_norm="head"),
-        odd=Shape(12, 3, 16, parts=replace(MAMBA, norms="post", biases=True)),
-    ),
-    "delta_net": Shape(
-        *(2, 1, 48),
-        layers=3,
-        parts=Parts(mixer="delta_net"),
-        odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
-    ),
-}
-# Shapes that Triton and graphs know of, too.
-PLAIN_EXPERTS = tuple(EXPERTS)
-# What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
-EXPERTS |= {
-    "biases, sinks and a clamp": Shape(
-        *(4, 2, 32),
-        window=40,
-        layers=2,
-        bias=True,
-        parts=Parts(
-            biases=True,
-            sinks=True,
-            activation="clamped_swiglu",
-            routing=Routing(experts=5, used=2, bias=True),
-        ),
-    ),
-    "sigmoid and a shared expert": Shape(
-        *(2, 1, 64),
-        layers=2,
-        intermediate=64,
-        parts=Parts(
-            routing=Routing(experts=11, used=3, scores="sigmoid", selection_bias=True, scale=1.8),
-            shared=96,
-        ),
-        odd=Shape(2, 1, 64, intermediate=96),
-    ),
-    "a shared expert by its share": Shape(
-        *(4, 4, 32),
-        parts=Parts(
-            routing=Routing(experts=6, used=4, normalized=False),
-            shared=224,
-            shared_router=True,
-            activation="gelu_tanh",
-        ),
-    ),
-    "sigmoid as it is": Shape(
-        *(4, 2, 32),
-        intermediate=32,
-        parts=Parts(routing=Routing(experts=4, used=2, normalized=False, scores="sigmoid")),
-    ),
-}
-# Wide enough for kinds with blocks of 256.
-WIDE = Shape(8, 2, 32, hidden=256, intermediate=512, bias=True)
 # One after the other for embedding, head, q, k, v, o, gate, up and down.
 MIXTURES = {
     "affine": ("int8_symmetric", "int8_symmetric", *["int4_affine"] * 7),
@@ -400,6 +147,11 @@ class Model:
         if here.parts.mixer == "delta_net":
             return {"mixer": self._delta_net(prefix)}
         width = here.heads * here.head_dim
+        beside: dict[str, Any] = {}
+        if here.parts.mamba_beside:
+            mamba = self._mamba2(here, prefix, normed=not here.parts.biases)
+            mamba_o = self._linear(prefix + "mamba_o", self.shape.hidden, mamba.size)
+            beside = {"beside": mamba, "mamba_o": mamba_o, "beside_pool": 1}
         gate = {}
         if here.parts.output_gate:
             gate = {"q_gate": self._linear(prefix + "q_gate", width, self.shape.hidden)}
@@ -407,6 +159,7 @@ class Model:
             "q": self._linear(prefix + "q", width, self.shape.hidden),
             **self._keys_and_values(index),
             **gate,
+            **beside,
             "heads": here.heads,
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
@@ -442,7 +195,7 @@ class Model:
         table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
         return LayerTable(table=table, norm=self._vector(width, around=1.0))
 
-    def _mamba2(self, here: Shape, prefix: str) -> Mamba2Weights:
+    def _mamba2(self, here: Shape, prefix: str, *, normed: bool = True) -> Mamba2Weights:
         """KV heads stand for groups; a convolution has a bias where other parts have one."""
         inner, state_dim = here.heads * here.head_dim, 48
         channels = inner + 2 * here.kv_heads * state_dim
@@ -452,7 +205,8 @@ class Model:
             dt_bias=self._vector(here.heads),
             decay=-np.exp(self._vector(here.heads)),
             skip=self._vector(here.heads, around=0.5),
-            norm=self._vector(inner, around=1.0),
+            norm=self._vector(inner, around=1.0) if normed else None,
+            head_dim=here.head_dim,
             groups=here.kv_heads,
             epsilon=1e-3,
         )
@@ -492,6 +246,10 @@ class Model:
                 made[f"shared_{name}"] = self._linear(f"{prefix}shared_{name}", *size)
         if parts.shared_router:
             made["shared_router"] = self._vector(hidden)
+        if parts.routing is not None and parts.routing.scaled:
+            made["expert_scale"] = self._vector(parts.routing.experts, around=1.0)
+        if parts.beside:
+            made |= {name: self._vector(hidden, around=1.0) for name in BESIDE}
         if parts.sinks:
             made["sinks"] = 5 * self._vector(here.heads)
         return made
@@ -561,10 +319,13 @@ class Model:
 
     def pools(self, format: str, *, blocks: int) -> list[KVBlocks | StateBlocks]:
         pools: list[KVBlocks | StateBlocks] = []
-        for number in sorted({layer.pool for layer in self.weights.layers}):
-            members = [x for x in self.weights.layers if x.pool == number and x.kv_from is None]
+        for number in sorted({pool for layer in self.weights.layers for pool in layer.pools}):
+            members = [x for x in self.weights.layers if number in x.pools]
             sizes = {"blocks": blocks, "layers": len(members)}
+            beside = members[0].beside
             mixer = members[0].mixer
+            if beside is not None and number == members[0].beside_pool:
+                mixer = beside
             if mixer is not None:
                 pools.append(allocate_states(**sizes, elements=mixer.state_size))
                 pools[-1].states[:] = np.nan

@@ -17,7 +17,8 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from random_model import PARTS, Model, Shape, span_of
+from model_shapes import PARTS, Shape
+from random_model import Model, span_of
 from random_weights import random_weight
 
 from edgellm.kernels import native, rope

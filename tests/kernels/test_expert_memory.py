@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from random_model import Model, Parts, Shape, span_of
+from model_shapes import Parts, Shape
+from random_model import Model, span_of
 
 from edgellm.kernels.experts import ExpertUse, Routing
 from edgellm.kernels.linear import PackedWeights

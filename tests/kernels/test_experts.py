@@ -6,7 +6,8 @@ import ctypes
 
 import numpy as np
 import pytest
-from random_model import EXPERTS, PLAIN_EXPERTS, Model
+from model_shapes import EXPERTS, PLAIN_EXPERTS
+from random_model import Model
 
 from edgellm.kernels.experts import reference
 from edgellm.kernels.linear.reference import linear

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
+import model_shapes  # noqa: E402
 import random_model  # noqa: E402
 from gpu_steps import device_step, span, tables  # noqa: E402
 from random_weights import random_weight  # noqa: E402
@@ -238,11 +239,11 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     assert np.isnan(found[7]).all()
 
 
-@pytest.mark.parametrize("name", random_model.PLAIN_EXPERTS)
+@pytest.mark.parametrize("name", model_shapes.PLAIN_EXPERTS)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_models_match_reference(triton_device: str, name: str) -> None:
     """One token, some, and one again; rounding may choose another expert, so by the median row."""
-    model = random_model.Model(random_model.EXPERTS[name])
+    model = random_model.Model(model_shapes.EXPERTS[name])
     step = device_step(model, "f32", triton_device)
     results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
@@ -285,7 +286,7 @@ def with_sigmoid(layer: LayerWeights) -> LayerWeights:
 def test_parts_that_are_not_computed_are_refused(
     triton_device: str, change: Callable[[LayerWeights], LayerWeights], words: str
 ) -> None:
-    model = random_model.Model(random_model.EXPERTS["one of three"])
+    model = random_model.Model(model_shapes.EXPERTS["one of three"])
     layers = [change(layer) for layer in model.weights.layers]
     model.weights = replace(model.weights, layers=layers)
     assert isinstance(model.weights, Weights)

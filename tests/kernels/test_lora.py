@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from random_model import EXPERTS, PARTS, SHAPES, UNEVEN, Model, Parts, Shape, span_of
+from model_shapes import EXPERTS, PARTS, SHAPES, UNEVEN, Parts, Shape
+from random_model import Model, span_of
 
 from edgellm.kernels.kv_blocks import KVBlocks, allocate
 from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter

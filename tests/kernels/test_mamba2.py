@@ -11,7 +11,7 @@ from edgellm.kernels.mamba2 import Mamba2Vectors, reference
 from edgellm.kernels.mamba2.native import mamba2
 from edgellm.kernels.state_blocks import StateRows
 
-# Heads, channels of each, numbers of a channel's state, groups, taps.
+# Heads, channels of each, numbers of a channel's state, groups, taps; with 5 there is no norm.
 SIZES = [(3, 16, 16, 1, 4), (12, 32, 48, 2, 4), (20, 16, 128, 4, 2), (2, 64, 32, 2, 5)]
 
 
@@ -26,7 +26,8 @@ def vectors_of(sizes: tuple[int, ...], seed: int = 0) -> Mamba2Vectors:
         dt_bias=rng.standard_normal(heads, np.float32),
         decay=-np.exp(rng.standard_normal(heads, np.float32)),
         skip=rng.standard_normal(heads, np.float32),
-        norm=1 + rng.standard_normal(inner, np.float32) / 4,
+        norm=None if taps == 5 else 1 + rng.standard_normal(inner, np.float32) / 4,
+        head_dim=head_dim,
         groups=groups,
         epsilon=1e-3,
     )

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
+import model_shapes  # noqa: E402
 import random_model  # noqa: E402
 from gpu_steps import counted, poison, span  # noqa: E402
 
@@ -37,7 +38,7 @@ class Conversations:
         step: has the model, and a random past of each sequence in its pools.
     """
 
-    SHAPE = random_model.Shape(2, 1, 32, hidden=64, intermediate=64, layers=2, window=6)
+    SHAPE = model_shapes.Shape(2, 1, 32, hidden=64, intermediate=64, layers=2, window=6)
     # Of each sequence, a table in each pool.
     TABLES = ([[3], [1]], [[0], [4]], [[4], [0]], [[1, 6], [3, 5]], [[2], [2]])
 

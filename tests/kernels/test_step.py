@@ -10,23 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import (
-    EXPERTS,
-    HYBRIDS,
-    MIXTURES,
-    NARROW,
-    PARTS,
-    SHAPES,
-    SHARED,
-    TABLE,
-    UNEVEN,
-    VOCABULARY,
-    WIDE,
-    Model,
-    Shape,
-    View,
-    span_of,
-)
+from model_shapes import EXPERTS, HYBRIDS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
+from random_model import MIXTURES, NARROW, TABLE, VOCABULARY, Model, View, span_of
 
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, allocate
@@ -370,6 +355,28 @@ def test_weights_that_do_not_fit_each_other_are_refused(native_library: ctypes.C
     ):
         with pytest.raises(ValueError, match=r"needed|without a (layer|norm)|RoPE table"):
             FusedStep(native_library, wrong, model.ropes, pools)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router_norm": None},
+        {"experts_norm": np.ones(95, np.float32)},
+        {"expert_scale": None},
+        {"post_mlp_norm": None},
+        {"shared_router": np.ones(96, np.float32)},
+        dict.fromkeys(("shared_gate", "shared_up", "shared_down")),
+    ],
+    ids=str,
+)
+def test_norms_of_an_mlp_beside_experts_are_all_needed(
+    native_library: ctypes.CDLL, changes: dict[str, Any]
+) -> None:
+    model = Model(EXPERTS["an MLP beside experts"])
+    first, *others = model.weights.layers
+    wrong = replace(model.weights, layers=[replace(first, **changes), *others])
+    with pytest.raises(ValueError, match="needed"):
+        FusedStep(native_library, wrong, model.ropes, [v.blocks for v in model.views("int8")])
 
 
 def test_projections_that_end_within_a_panel_are_refused(native_library: ctypes.CDLL) -> None:

@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 # the interpreter computes in numpy, which warns of the NaN in memory that was never written
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
+import model_shapes  # noqa: E402
 import random_model  # noqa: E402
 from gpu_steps import counted, device_step, span, tables  # noqa: E402
-from random_model import Parts  # noqa: E402
+from model_shapes import Parts  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
@@ -156,7 +157,7 @@ PARTS = {
     "logit softcap": Parts(logit_softcap=4.0),
     "ropes": Parts(ropes=(1.4, 0.0)),
 }
-SMALL = random_model.Shape(4, 2, 32, hidden=64, intermediate=96, layers=2, window=6)
+SMALL = model_shapes.Shape(4, 2, 32, hidden=64, intermediate=96, layers=2, window=6)
 ALONE = {name: replace(SMALL, parts=parts) for name, parts in PARTS.items()}
 
 
@@ -164,14 +165,14 @@ ALONE = {name: replace(SMALL, parts=parts) for name, parts in PARTS.items()}
     ("name", "format"),
     [
         *((name, "f32") for name in ALONE),
-        *((name, "int8") for name in random_model.PARTS),
+        *((name, "int8") for name in model_shapes.PARTS),
         ("everything", "f32"),
     ],
 )
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) -> None:
     """Each part on its own, and those of families of models: one token, some, and one again."""
-    model = random_model.Model((ALONE | random_model.PARTS)[name])
+    model = random_model.Model((ALONE | model_shapes.PARTS)[name])
     step = device_step(model, format, triton_device)
     results = []
     for start, end in ((0, 1), (1, 9), (9, 10)):
@@ -186,7 +187,7 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", ["logit softcap", "gemma2"])
 def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
-    model = random_model.Model((ALONE | random_model.PARTS)[name])
+    model = random_model.Model((ALONE | model_shapes.PARTS)[name])
     step = device_step(model, "f32", triton_device)
     _, logits = step.run([span(tables(model), model.tokens, 0, 1)])
     (best,) = step.best([span(tables(model), model.tokens, 0, 1)])

@@ -9,18 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import (
-    HYBRIDS,
-    PARTS,
-    SHAPES,
-    SHARED,
-    UNEVEN,
-    WIDE,
-    Model,
-    Shape,
-    View,
-    span_of,
-)
+from model_shapes import HYBRIDS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
+from random_model import Model, View, span_of
 
 from edgellm.kernels.linear import rows_of
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, reference

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from random_model import CONV, HYBRIDS, Model, Shape, View, span_of
+from model_shapes import CONV, HYBRIDS, Shape
+from random_model import Model, View, span_of
 
 from edgellm.backends.batch import Span
 from edgellm.backends.native import NativeModel

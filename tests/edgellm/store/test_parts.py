@@ -14,6 +14,7 @@ from edgellm.graphs.layer_config import (
     Attention,
     DeltaNet,
     LayerConfig,
+    Mamba2,
     Mlp,
     SharedExpert,
     ShortConv,
@@ -25,6 +26,7 @@ CONFIG = CONFIGS["llama"]
 LAYER = CONFIG.layers[0]
 ROUTED = replace(LAYER, experts=Routing(experts=4, used=2))
 NETS = {"key_heads": 1, "value_heads": 1, "key_dim": 16, "value_dim": 32}
+MAMBA = Mamba2(heads=2, head_dim=16, state_dim=16, groups=1, taps=4, norm_eps=1e-5)
 # Fields that all precisions and back ends compute; others are parts of the table.
 EVERYWHERE: dict[type, set[str]] = {
     LayerConfig: {"mlp"},
@@ -34,6 +36,7 @@ EVERYWHERE: dict[type, set[str]] = {
         *("qkv_bias", "output_bias"),
     },
     Routing: {"experts", "used", "normalized", "scale"},
+    SharedExpert: {"intermediate", "routed"},
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
         *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
@@ -62,6 +65,11 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
         layer(ROUTED, shared=SharedExpert(intermediate=32)),
         "shared experts",
     ),
+    (SharedExpert, "beside"): (
+        layer(ROUTED, norms="sandwich", shared=SharedExpert(intermediate=32, beside=True)),
+        "an MLP beside experts",
+    ),
+    (LayerConfig, "beside"): (layer(beside=MAMBA), "a mixer beside attention"),
     (LayerConfig, "scaled"): (layer(scaled=True), "scaled layers"),
     (LayerConfig, "norms"): (layer(norms="sandwich"), "norms of what attention and MLP add"),
     (LayerConfig, "mixer"): (layer(mixer=ShortConv(channels=96, taps=3)), "layers with states"),
@@ -76,6 +84,7 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     (Attention, "sinks"): (attention(sinks=True), "attention sinks"),
     (Routing, "scores"): (routing(scores="sigmoid"), "experts chosen by sigmoids"),
     (Routing, "bias"): (routing(bias=True), "biases of routers"),
+    (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
     (Routing, "selection_bias"): (routing(selection_bias=True), "biases of routers"),
     (ModelConfig, "norm"): (replace(CONFIG, norm="layer"), "layer norms"),
     (ModelConfig, "layer_embedding"): (

@@ -1,0 +1,271 @@
+"""Checks that the parts of a model for the fused steps fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.experts.native import BESIDE
+from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.kernels.linear import PANEL
+from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.state_blocks import StateBlocks
+from edgellm.kernels.step.weights import VECTORS, LayerWeights, Weights
+
+
+def check_weights(weights: Weights, *, ropes: int) -> None:
+    """Refuse weights whose shapes do not fit together in one model.
+
+    Args:
+        ropes: number of RoPE tables.
+
+    Raises:
+        ValueError: a part does not fit; the message names it.
+    """
+    hidden, vocabulary = weights.embedding.inputs, weights.embedding.outputs
+    _require_floats("final_norm", weights.final_norm, hidden)
+    if weights.final_norm_bias is not None:
+        _require_floats("final_norm_bias", weights.final_norm_bias, hidden)
+    for name, table in (("embedding", weights.embedding), ("head", weights.head)):
+        _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
+    if not weights.layers:
+        raise ValueError("weights without a layer")
+    for index, layer in enumerate(weights.layers):
+        _check_layer(layer, hidden)
+        _check_source(weights.layers, index)
+        _check_input(weights, layer)
+        if not 0 <= layer.rope < ropes:
+            raise ValueError(f"RoPE table {layer.rope} of {ropes}")
+
+
+def _check_layer(layer: LayerWeights, hidden: int) -> None:
+    intermediate, sizes = layer.up.outputs, {"hidden": hidden}
+    experts = _check_router(layer, hidden)
+    if layer.mixer is None:
+        sizes |= _check_attention(layer, hidden)
+    else:
+        beside = layer.q, layer.k, layer.v, layer.q_gate
+        _require("projections beside a mixer", beside, (None,) * 4)
+        layer.mixer.check(hidden)
+        _require("o", layer.o.inputs, layer.mixer.size)
+    _require("o", layer.o.outputs, hidden)
+    _check_beside(layer, hidden)
+    for name, linear in (("gate", layer.gate), ("up", layer.up)):
+        if linear is not None:
+            _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
+    down = experts * hidden, intermediate // experts
+    _require("down", (layer.down.outputs, layer.down.inputs), down)
+    for name, of in VECTORS.items():
+        vector = getattr(layer, name)
+        if vector is not None:
+            each = experts if name == "down_bias" else 1
+            _require_floats(name, vector, each * sizes.get(of, intermediate))
+    if layer.sinks is not None:
+        _require_floats("sinks", layer.sinks, layer.heads)
+    for name in VECTORS:
+        lacks_norm = getattr(layer, name.removesuffix("_bias"), 0) is None
+        if name.endswith("norm_bias") and lacks_norm and getattr(layer, name) is not None:
+            raise ValueError(f"{name} without a norm")
+
+
+def _check_beside(layer: LayerWeights, hidden: int) -> None:
+    """Check the mixer beside attention, if there is one."""
+    if layer.beside is None or layer.mamba_o is None:
+        _require("mamba_o and beside", (layer.mamba_o, layer.beside), (None, None))
+        return
+    if layer.mixer is not None or layer.post_attention_norm is not None:
+        raise ValueError("a mixer beside another one; needed is attention without a norm behind it")
+    layer.beside.check(hidden)
+    shape = layer.mamba_o.outputs, layer.mamba_o.inputs
+    _require("mamba_o", shape, (hidden, layer.beside.size))
+
+
+def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
+    """Check the projections of a layer; returns their outputs."""
+    width, heads, kv = layer.o.inputs, layer.heads, 0 if layer.k is None else layer.k.outputs
+    for name, linear, outputs in (("q", layer.q, width), ("k", layer.k, kv), ("v", layer.v, kv)):
+        if linear is not None:
+            _require(name, (linear.outputs, linear.inputs), (outputs, hidden))
+    if layer.q_gate is not None:
+        _require("q_gate", (layer.q_gate.outputs, layer.q_gate.inputs), (width, hidden))
+    # a row of Q ends where K begins: a padded panel would write over it
+    if layer.q is None or width % heads or width % PANEL or kv % PANEL:
+        raise ValueError(
+            f"Q has {width} outputs, K and V {kv}; needed are whole panels of {PANEL} "
+            f"and {heads} heads"
+        )
+    if layer.head_norms is not None and layer.k is not None:
+        layer.head_norms.check(heads, layer.kv_heads, layer.head_dim)
+    return {"q": width, "k": kv, "v": kv}
+
+
+def _check_source(layers: Sequence[LayerWeights], index: int) -> None:
+    """Check whose K and V a layer reads."""
+    layer = layers[index]
+    if layer.mixer is not None:
+        return
+    if (layer.k is None) != (layer.kv_from is not None) or (layer.k is None and layer.v):
+        raise ValueError("needed is either K of a layer's own, or a layer whose K and V it reads")
+    if layer.kv_from is None:
+        return
+    source = layers[layer.kv_from] if 0 <= layer.kv_from < index else None
+    if source is None or source.k is None:
+        raise ValueError(f"layer {index} reads K and V of {layer.kv_from}; needed is one before it")
+    kind = source.head_dim, source.pool, source.window
+    _require("head_dim, pool and window", (layer.head_dim, layer.pool, layer.window), kind)
+    if layer.heads % source.kv_heads:
+        raise ValueError(f"{layer.heads} heads; needed are those of {source.kv_heads} KV heads")
+    norms = layer.head_norms
+    if norms is not None and (norms.q.shape != (layer.head_dim,) or norms.q.dtype != np.float32):
+        raise ValueError(f"norm of Q is {norms.q.dtype} {norms.q.shape}; needed is one of heads")
+
+
+def _check_input(weights: Weights, layer: LayerWeights) -> None:
+    """Check the embeddings of a layer's own."""
+    hidden, given = weights.embedding.inputs, layer.input
+    if given is None:
+        return
+    if weights.layer_table is None:
+        raise ValueError("a layer with embeddings of its own; needed is their table")
+    table, width = weights.layer_table.table, weights.layer_table.table.inputs
+    _require("layer_table", table.outputs, weights.embedding.outputs * len(weights.layers))
+    _require_floats("layer_table.norm", weights.layer_table.norm, width)
+    _require_floats("input.post_norm", given.post_norm, hidden)
+    for name, linear in (("context", given.context), ("gate", given.gate)):
+        _require(f"input.{name}", (linear.outputs, linear.inputs), (width, hidden))
+    _require("input.output", (given.output.outputs, given.output.inputs), (hidden, width))
+    if width % PANEL:
+        raise ValueError(f"input.gate has {width} outputs; needed are whole panels of {PANEL}")
+
+
+def _check_router(layer: LayerWeights, hidden: int) -> int:
+    """Check the router of a layer; returns its number of experts, 1 without a router."""
+    routing, router = layer.routing, layer.router
+    if routing is None and router is None:
+        if layer.shared is not None:
+            raise ValueError("a shared expert without a router")
+        return 1
+    if routing is None or router is None:
+        raise ValueError("router without routing, or routing without router")
+    if layer.gate is None:
+        raise ValueError("experts without a gate; needed is one")
+    experts = routing.experts
+    if not 1 <= routing.used <= experts:
+        raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
+    if router.dtype != np.float32 or router.shape != (experts, hidden):
+        raise ValueError(
+            f"router is {router.dtype} {router.shape}; needed is float32 {(experts, hidden)}"
+        )
+    if layer.up.outputs % (2 * PANEL * experts):
+        raise ValueError(
+            f"{experts} experts have {layer.up.outputs} outputs of up; needed are as many for "
+            f"each, in pairs of panels of {PANEL}"
+        )
+    vectors = {
+        "router_bias": routing.bias,
+        "selection_bias": routing.selection_bias,
+        "expert_scale": routing.scaled,
+    }
+    for name, needed in vectors.items():
+        vector = getattr(layer, name)
+        _require(f"{name} is there", vector is not None, needed)
+        if vector is not None:
+            _require_floats(name, vector, experts)
+    _check_shared(layer, hidden)
+    return experts
+
+
+def _check_shared(layer: LayerWeights, hidden: int) -> None:
+    """Check the shared expert of a layer, if there is one."""
+    parts = layer.shared_gate, layer.shared_up, layer.shared_down, layer.shared_router
+    norms = [getattr(layer, name) for name in BESIDE]
+    if layer.shared is None:
+        if any(part is not None for part in (*parts, *norms)):
+            raise ValueError("a part of a shared expert; needed are gate, up and down")
+        return
+    gate, up, down = layer.shared
+    for name, linear in (("shared_gate", gate), ("shared_up", up)):
+        _require(name, (linear.outputs, linear.inputs), (up.outputs, hidden))
+    _require("shared_down", (down.outputs, down.inputs), (hidden, up.outputs))
+    if up.outputs % (2 * PANEL):
+        raise ValueError(f"shared_up has {up.outputs} outputs; needed are pairs of panels")
+    if layer.shared_router is not None:
+        _require_floats("shared_router", layer.shared_router, hidden)
+    if all(each is None for each in norms):
+        return
+    if any(each is None for each in (*norms, layer.mlp_norm, layer.post_mlp_norm)):
+        raise ValueError("an MLP beside experts; needed are its norms, theirs and the layer's")
+    if layer.mlp_norm_bias is not None or layer.shared_router is not None:
+        raise ValueError("an MLP beside experts with a layer norm or a share; needed is neither")
+    for name, weight in zip(BESIDE, norms, strict=True):
+        _require_floats(name, weight, hidden)
+
+
+def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+    """Refuse pools of KV blocks or states that were made for another model.
+
+    Raises:
+        ValueError: the number of pools, or their layers, heads, states or formats differ.
+    """
+    needed: list[tuple[int, ...]] = []
+    for number in range(1 + max(pool for layer in weights.layers for pool in layer.pools)):
+        members = [x for x in weights.layers if number in x.pools]
+        sizes = {_pool_sizes(layer, number) for layer in members}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"layers of pool {number} have KV heads and head_dim, or states of the sizes "
+                f"{sorted(sizes)}"
+            )
+        needed.append((len(members), *sizes.pop()))
+    there = [
+        blocks.states.shape[1:]
+        if isinstance(blocks, StateBlocks)
+        else (blocks.layers, blocks.kv_heads, blocks.head_dim)
+        for blocks in pools
+    ]
+    if there != needed:
+        raise ValueError(
+            f"pools of layers, KV heads and head_dim, or layers and numbers of a state {there}; "
+            f"needed are {needed}"
+        )
+    if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
+        raise ValueError("pools of several formats; needed is one")
+
+
+def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
+    """Refuse an adapter that was made for another model, or that changes experts or mixers with
+    states.
+
+    Raises:
+        ValueError: the number of layers or the shape of a change differs.
+    """
+    _require("layers of the adapter", len(adapter.layers), len(weights.layers))
+    for index, (changes, layer) in enumerate(zip(adapter.layers, weights.layers, strict=True)):
+        for name, change in changes.items():
+            linear = getattr(layer, name)
+            of_experts = layer.routing is not None and name in ("gate", "up", "down")
+            if linear is None or of_experts or (layer.mixer is not None and name == "o"):
+                raise ValueError(f"layers.{index} has no {name} that an adapter can change")
+            shape = change.outputs, change.inputs
+            _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
+
+
+def _pool_sizes(layer: LayerWeights, pool: int) -> tuple[int, ...]:
+    if layer.beside is not None and pool == layer.beside_pool:
+        return (layer.beside.state_size,)
+    if layer.mixer is None:
+        return layer.kv_heads, layer.head_dim
+    return (layer.mixer.state_size,)
+
+
+def _require(name: str, value: object, needed: object) -> None:
+    if value != needed:
+        raise ValueError(f"{name} is {value}; needed is {needed}")
+
+
+def _require_floats(name: str, array: NDArray[Any], size: int) -> None:
+    if array.dtype != np.float32 or array.shape != (size,) or not array.flags.c_contiguous:
+        raise ValueError(f"{name} is {array.dtype} {array.shape}; needed is float32 ({size},)")
