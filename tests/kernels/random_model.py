@@ -12,6 +12,7 @@ from random_weights import random_weight
 
 from edgellm.kernels import rope
 from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
 from edgellm.kernels.linear import PackedWeights, pack_weight
@@ -28,7 +29,6 @@ from edgellm.kernels.step import (
     Weights,
     reference,
 )
-from edgellm.kernels.step.weights import BESIDE
 
 EPSILON = 1e-5
 VOCABULARY = 70

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,7 +29,6 @@ from edgellm.kernels.linear.gpu import (  # noqa: E402
 )
 from edgellm.kernels.linear.reference import linear as rounded  # noqa: E402
 from edgellm.kernels.quantized import dequantize  # noqa: E402
-from edgellm.kernels.step import LayerWeights, Weights  # noqa: E402
 from edgellm.kernels.step.reference import activate  # noqa: E402
 
 HIDDEN, WIDTH = 64, 32
@@ -252,43 +250,3 @@ def test_models_match_reference(triton_device: str, name: str) -> None:
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
         of_rows = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
         assert np.median(of_rows) < 0.1
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherLayer(LayerWeights):
-    """Of a model with a part that no kernel here has."""
-
-    extra: np.ndarray | None = None
-
-
-def with_extra(layer: LayerWeights) -> LayerWeights:
-    return OtherLayer(**vars(layer), extra=np.ones(1))
-
-
-def with_activation(layer: LayerWeights) -> LayerWeights:
-    return replace(layer, activation="relu")
-
-
-def with_sigmoid(layer: LayerWeights) -> LayerWeights:
-    assert layer.routing is not None
-    return replace(layer, routing=replace(layer.routing, scores="sigmoid"))
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (with_extra, "no extra"),
-        (with_activation, "no activation relu"),
-        (with_sigmoid, "no experts with .*scores"),
-    ],
-)
-def test_parts_that_are_not_computed_are_refused(
-    triton_device: str, change: Callable[[LayerWeights], LayerWeights], words: str
-) -> None:
-    model = random_model.Model(model_shapes.EXPERTS["one of three"])
-    layers = [change(layer) for layer in model.weights.layers]
-    model.weights = replace(model.weights, layers=layers)
-    assert isinstance(model.weights, Weights)
-    with pytest.raises(ValueError, match=words):
-        device_step(model, "f32", triton_device)
