@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from edgellm import LoadArguments, load
-from edgellm.cli.options import load_options, model_argument
+from edgellm.cli.options import chosen_adapter, load_options, lora_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
@@ -22,7 +22,9 @@ def cache() -> None:
 @cache.command()
 @click.argument("prefix")
 @model_argument
+@lora_options
 @load_options
+@click.option("--adapter", metavar="NAME", help="The adapter of --lora.  [default: the only one]")
 @click.option("-p", "--prompt", "text", metavar="TEXT", help="The text itself.")
 @click.option(
     "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the text there."
@@ -33,6 +35,7 @@ def add(
     prefix: str,
     name: str,
     load_arguments: LoadArguments,
+    adapter: str | None,
     text: str | None,
     file: Path | None,
     raw: bool,
@@ -41,10 +44,12 @@ def add(
     if (text is None) == (file is None):
         raise OptionError("give the text with -p or with -f, and not with both")
     text = read_text(file) if file is not None else text or ""
+    adapter = chosen_adapter(adapter)
     with progress_bar() as progress:
         llm = load(name, **load_arguments, progress=progress)
     with progress_bar() as progress:
-        session = llm.prefix(prefix, text, system=not raw, progress=progress)
+        adapter = adapter or llm.generation_options().adapter
+        session = llm.prefix(prefix, text, system=not raw, adapter=adapter, progress=progress)
     click.echo(f"{prefix}: {len(session.tokens)} tokens", err=True)
 
 

@@ -20,9 +20,6 @@ from edgellm.models import (
 )
 from edgellm.models import pull as pull_model
 
-# Memory of a process beside the weights: libraries, and the KV cache of a short context.
-_BESIDE_MB = 400
-
 
 @click.command()
 @model_argument
@@ -52,15 +49,19 @@ def ls(*, available: bool) -> None:
         _print_table(("NAME", "SIZE", "PRECISIONS", "FOLDER"), rows)
     for model in models:
         if model.damage:
-            click.echo(spelled_out(f"{model.folder.name}  damaged: {model.damage}"), err=True)
+            click.echo(spelled_out(f"{model.folder.name}  not usable: {model.damage}"), err=True)
 
 
 def _list_known() -> None:
     rows = [
-        (alias, f"{known.megabytes} MB", f"{known.megabytes + _BESIDE_MB} MB", known.use)
+        (alias, f"{known.megabytes} MB", _measured(known.memory), known.use)
         for alias, known in KNOWN.items()
     ]
     _print_table(("NAME", "FILE", "MEMORY", "FOR"), rows)
+
+
+def _measured(megabytes: int | None) -> str:
+    return "not measured" if megabytes is None else f"{megabytes} MB"
 
 
 def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -1,6 +1,6 @@
-"""Progress bars on stderr; where it is not a terminal, lines about downloads.
+"""Progress bars on stderr; where it is not a terminal, lines about downloads and long work.
 
-A download may take minutes, and a user may look at a log meanwhile.
+These may take minutes, and a user may look at a log meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from edgellm.progress import ProgressCallback
 
 # Delay of a progress bar: none appears where there is nothing to wait for.
 _DELAY_S = 0.5
+# Seconds between two lines about work that goes on where stderr is no terminal.
+_EVERY_S = 10.0
 _UNITS = {"bytes": "B", "steps": "it", "tokens": "tok"}
 
 
@@ -35,15 +37,21 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 
 class _Lines:
-    """Lines about downloads: one when a download begins, and one when it is complete."""
+    """Lines about downloads, one when it begins and one when it is complete, and about other work
+    that takes long."""
 
     def __init__(self) -> None:
         self._label: str | None = None
         self._done = 0
         self._began_at = 0.0
+        self._said_at = time.monotonic()
 
     def show(self, progress: Progress) -> None:
         if progress.unit != "bytes":
+            now = time.monotonic()
+            if now - self._said_at >= _EVERY_S:
+                self._said_at = now
+                click.echo(f"{progress.label} ({progress.done} of {progress.total})", err=True)
             return
         if progress.label != self._label or progress.done < self._done:  # or the same one again
             self._label, self._began_at = progress.label, time.monotonic()

@@ -221,7 +221,8 @@ def run(
         say(f"{name} is a model {KNOWN[name].use}; `edgellm ls --available` lists larger ones")
     budget = None if reasoning_budget in (None, -1) else reasoning_budget
     if cache is not None:
-        system, text, raw = _begin_with(llm, cache, system, text, raw)
+        adapter = llm.generation_options(**sampling).adapter
+        system, text, raw = _begin_with(llm, cache, system, text, raw, adapter=adapter)
     raw = _continues_raw(llm, text, raw, told=system is not None or tool_arguments != {} or budget)
     if text is None:
         _refuse_in_chat({**of_one, "--json": as_json or None})
@@ -339,10 +340,10 @@ def _say_if_nothing_comes() -> None:
 
 
 def _begin_with(
-    llm: LLM, cache: str, system: str | None, text: str | None, raw: bool
+    llm: LLM, cache: str, system: str | None, text: str | None, raw: bool, *, adapter: str | None
 ) -> tuple[str | None, str | None, bool]:
     """Return system prompt, prompt and --raw for a kept prefix, and load the prefix's KV cache."""
-    prefix, session = open_prefix(llm.engine, cache)
+    prefix, session = open_prefix(llm.engine, cache, adapter=adapter)
     session.close()
     if prefix.kind == "text":
         if text is None:

@@ -30,11 +30,12 @@ from edgellm.errors import (
 if TYPE_CHECKING:
     from edgellm.batch import BatchAnswer, BatchRequest
     from edgellm.chat import Chat
+    from edgellm.engine.adapters import AdapterSource
     from edgellm.engine.answer import LogitFilter
     from edgellm.engine.call import CallArguments, ChatCallArguments
     from edgellm.generation_options import GenerationArguments, GenerationOptions
     from edgellm.kernels.kv_blocks import KVFormat
-    from edgellm.llm import LLM, AdapterSource, LoadArguments, load
+    from edgellm.llm import LLM, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
     from edgellm.progress import Progress
     from edgellm.results import (
@@ -54,7 +55,7 @@ __version__ = "0.1.0"
 
 # Imported when first used: errors and version must not cost the import of numpy and tokenizers.
 _LAZY = {
-    "AdapterSource": "edgellm.llm",
+    "AdapterSource": "edgellm.engine.adapters",
     "BatchAnswer": "edgellm.batch",
     "BatchRequest": "edgellm.batch",
     "CallArguments": "edgellm.engine.call",

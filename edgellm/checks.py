@@ -114,14 +114,14 @@ def check_hooks(cancel: object, progress: object, logit_filter: object = None) -
 
 
 def check_names(
-    values: Mapping[str, object], options: type[DataclassInstance], *others: str
+    values: Mapping[str, object], options: type[DataclassInstance] | None, *others: str
 ) -> None:
-    """Refuse names that are neither fields of a class of options nor one of the other names.
+    """Refuse names that are neither fields of a class of options, if any, nor others.
 
     Raises:
         TypeError: an unknown name, as for a function that has no such parameter.
     """
-    names = [*others, *(field.name for field in fields(options))]
+    names = [*others, *(field.name for field in (fields(options) if options else ()))]
     for name in values:
         if name not in names:
             from difflib import get_close_matches  # rarely needed

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from edgellm.checks import (
     check_texts,
     check_token_ids,
 )
-from edgellm.engine.adapters import for_adapters
+from edgellm.engine.adapters import AdapterSource, adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.auto_prefill import faster_provider
@@ -65,16 +65,18 @@ _log = logging.getLogger(__name__)
 _ENGINE = frozenset(EngineArguments.__annotations__)
 
 
-# Folder or file of an adapter, perhaps with a factor of its changes.
-AdapterSource = str | Path | tuple[str | Path, float]
-
-
 class LoadArguments(EngineArguments, total=False):
     """Keyword arguments of `load` but `progress`."""
 
     adapters: Mapping[str, AdapterSource] | None
     defaults: GenerationArguments | None
     system: str | None
+
+
+class SessionArguments(TypedDict, total=False):
+    """Keyword arguments of `LLM.session`."""
+
+    adapter: str | None
 
 
 def engine_options(arguments: LoadArguments) -> EngineOptions:
@@ -144,6 +146,7 @@ def load(
         bundle,
         chosen,
         draft=draft,
+        adapters=adapter_bytes(adapters),
         tails_only=faster is None,
         why_cpu=why_cpu,
         progress=progress,
@@ -310,13 +313,16 @@ class LLM(TextGeneration):
         chat.messages += messages
         return chat
 
-    def session(self, *, adapter: str | None = None) -> Session:
+    def session(self, **arguments: Unpack[SessionArguments]) -> Session:
         """Open an empty session: append, generate, fork, rewind.
 
         Args:
-            adapter: loaded adapter of answers that name none; None: the model as it is.
+            arguments: `adapter`: loaded adapter of answers that name none; None: the model as it
+                is. Where it is not given, it is that of the model's options, if any.
         """
-        return Session(self.engine, adapter=adapter)
+        check_names(arguments, None, *SessionArguments.__annotations__)
+        default = self.generation_options().adapter
+        return Session(self.engine, adapter=arguments.get("adapter", default))
 
     def load_session(self, path: str | Path, *, adapter: str | None = None) -> Session:
         """Open a session that `Session.save` wrote, in this process or another, on any back end.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, TypedDict, get_args
 
 from edgellm.backends.providers import CUDA, PROVIDERS
-from edgellm.backends.registry import AUTO, CHUNKED, DECODE_BACKENDS, STEPS
+from edgellm.backends.registry import AUTO, CHUNKED, DECODE_BACKENDS, NATIVE, STEPS
 from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
@@ -165,6 +165,8 @@ class EngineOptions:
                 f"`decode` is 'chunked' and `prefill` {self.prefill!r}, which has no chunks; take "
                 f"an execution provider as `prefill`, or {self.prefill} as `decode`"
             )
+        if self.draft is not None and self.decode not in (AUTO, NATIVE):
+            raise draft_refused(self.draft, self.decode)
         self._check_precision()
 
     def _check_values(self) -> None:
@@ -210,3 +212,10 @@ class EngineOptions:
                 f"`precision` is {self.precision!r}; allowed with `prefill` {self.prefill} are "
                 + (", ".join(allowed) or "none, the kernels have their own")
             )
+
+
+def draft_refused(draft: str, decode: str) -> OptionError:
+    return OptionError(
+        f"`draft` is {draft!r} and `decode` {decode}, whose rows differ with their number; "
+        f"drafts are checked with `decode` {NATIVE}: take that, or leave out `draft`"
+    )

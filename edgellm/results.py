@@ -35,7 +35,7 @@ class Stats:
         cached_tokens: number of these that were found in the KV cache and not computed again.
         cache_end: reason why no more was found there: `whole` (all but the last token was),
             `new` (no cached prompt goes on from there), `differs` (those that do have other tokens
-            there), `reused` (a whole block followed, but its memory was needed for others),
+            there), `reused` (more followed, but its memory was needed for others),
             `scored` (log-probabilities of the rest were asked for).
         prompt_tokens_per_second: computed prompt tokens over the time of prefill; 0 without any.
         generation_tokens: number of sampled tokens, the end token included.

@@ -40,7 +40,8 @@ class Session:
         Args:
             context: tokens and KV cache to begin with; None: an empty context.
             closes: whether the session closes at the end of its first answer.
-            adapter: adapter of answers that name none.
+            adapter: adapter of answers that name none, whatever the model's options say; None: the
+                model as it is.
 
         Raises:
             OptionError: no adapter has this name.
@@ -151,10 +152,10 @@ class Session:
         return aiterate(self._engine.loop, pending)
 
     def _call(self, arguments: CallArguments) -> Call:
-        call = model_call(self._engine, arguments)
-        if self._adapter is not None and call.options.adapter is None:
-            call = replace(call, options=replace(call.options, adapter=self._adapter))
-        return call
+        call, given = model_call(self._engine, arguments), arguments.get("options")
+        if "adapter" in arguments or (given is not None and given.adapter is not None):
+            return call
+        return replace(call, options=replace(call.options, adapter=self._adapter))
 
     def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
         options = call.options

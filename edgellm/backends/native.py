@@ -185,7 +185,15 @@ class NativeModel:
         if not len(rows):
             return hidden, first[1]
         rest = [
-            replace(step, tokens=step.tokens[-n:], start=step.start + len(step.tokens) - n)
+            replace(
+                step,
+                tokens=step.tokens[-n:],
+                start=step.start + len(step.tokens) - n,
+                # no layer behind has a state
+                states=[
+                    view and replace(view, targets=((n, view.ids[-1]),)) for view in step.states
+                ],
+            )
             for step, n in zip(steps, asked, strict=True)
             if n
         ]

@@ -12,7 +12,8 @@ from edgellm.kernels.kv_blocks import BLOCK
 class BlockPool:
     """Reference counts of one cache group's blocks.
 
-    Of blocks that no sequence holds, those in the prefix index are reused last, the oldest first.
+    Of blocks that no sequence holds, those in the prefix index are reused last, in the order of
+    `PrefixIndex.expendable`.
 
     Attributes:
         resident: number of blocks that get memory before a cached block is reused; further blocks
@@ -83,7 +84,8 @@ class BlockPool:
             self._touched += 1
             return self._touched - 1
         if self._idle:
-            block, _ = self._idle.popitem(last=False)
+            block = self._index.expendable(self._group, self._idle)
+            del self._idle[block]
             self._index.remove(self._group, block)
             return block
         raise self._full()

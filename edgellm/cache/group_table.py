@@ -6,13 +6,13 @@ shared by a fork, and say when a sequence cannot go on from where it was cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from edgellm.cache.block_pool import BlockPool
-from edgellm.cache.groups import Blocks, Group, Side
+from edgellm.cache.groups import Blocks, Group, Side, StateGroup
 from edgellm.cache.prefix_index import PrefixIndex
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 from edgellm.kernels.state_blocks import StateBlocks, StateView
@@ -63,7 +63,9 @@ class GroupBlocks:
             cached: block ids, first to last; None for each block before those that are held.
         """
         if isinstance(self.blocks, StateBlocks):
-            return StateTable(self, self.blocks, cached, length=length)
+            ends = (min((number + 1) * BLOCK, length) for number in range(len(cached)))
+            held = zip(ends, cached, strict=True)
+            return StateTable(self, self.blocks, {e: b for e, b in held if b is not None})
         return GroupTable(self, cached)
 
 
@@ -89,9 +91,18 @@ class GroupTable:
     def held(self) -> list[int]:
         return self.ids[self.first :]
 
+    @property
+    def numbered(self) -> list[tuple[int, int]]:
+        """Numbers and ids of the blocks that the sequence holds."""
+        return list(enumerate(self.held, self.first))
+
     def at(self, number: int) -> int | None:
         """Return the id of block `number`; None if the sequence does not hold it."""
         return self.ids[number] if self.first <= number < len(self.ids) else None
+
+    def lasting(self, number: int) -> int | None:
+        """Return the id of full block `number` if other sequences may begin with it; else None."""
+        return self.at(number)
 
     def shared(self, length: int) -> GroupTable:
         """Make a table of the same blocks for another sequence of `length` tokens."""
@@ -119,6 +130,11 @@ class GroupTable:
     def pass_window(self, length: int) -> None:
         """Give back the blocks that no token from position `length` on sees."""
         self.skip(min(self.store.group.first_block(length), len(self.ids)))
+
+    def open_from(self, first: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Allocate blocks from number `first` on for positions up to `end`; hold none before."""
+        self.skip(first)
+        self.grow(end, allocate)
 
     def skip(self, first: int) -> None:
         """Give back, or never hold, the blocks before number `first`."""
@@ -174,88 +190,126 @@ class GroupTable:
 class StateTable(GroupTable):
     """The blocks that hold a sequence's states in one group.
 
-    A block has the states after the last token of its place, so a sequence can go on from the ends
-    of full blocks and from its own end, and from nowhere in between. No step writes to a block that
-    it reads: states after rows that did not become tokens vanish with their blocks. The steps of a
-    `Growth` are the exception: it has blocks for its end alone, so that a step which ends within a
-    block is followed by one that reads and writes the same block and cannot be repeated. Behind
-    tokens of a draft all states are kept until the draft is settled, so that any of them may go.
+    A block has the states after so many tokens: after all of the sequence, and at the places where
+    its group takes snapshots. A sequence can go on from these and from nowhere in between. No step
+    writes to a block that it reads: states after rows that did not become tokens vanish with their
+    blocks. The steps of a `Growth` are the exception: it has blocks for its end and the snapshots
+    before it alone, so that a step which ends elsewhere is followed by one that reads and writes
+    the same block and cannot be repeated. Behind tokens of a draft all states are kept until the
+    draft is settled, so that any of them may go.
+
+    Attributes:
+        mark: number of tokens after which a snapshot is taken beside those at regular places.
     """
 
-    def __init__(
-        self,
-        store: GroupBlocks,
-        states: StateBlocks,
-        cached: SequenceOf[int | None],
-        *,
-        length: int,
-    ) -> None:
-        """Hold cached blocks, the last of which has the states after `length` tokens."""
-        super().__init__(store, cached)
+    def __init__(self, store: GroupBlocks, states: StateBlocks, held: dict[int, int]) -> None:
+        """Hold cached blocks.
+
+        Args:
+            held: blocks by the number of tokens after which they have the states, in order.
+        """
         self._states = states
-        self._end = length  # tokens after which the last block has the states
-        # blocks with the states after so many tokens, in whose places others are written
-        self._replaced: dict[int, int] = {}
-        self._drafts = length  # tokens before those of a draft
+        self._held = held
+        self.mark = 0
+        self._drafts = self.end  # tokens before those of a draft
+        super().__init__(store, ())
+
+    @property
+    def held(self) -> list[int]:
+        return list(self._held.values())
+
+    @property
+    def numbered(self) -> list[tuple[int, int]]:
+        return [((end - 1) // BLOCK, block) for end, block in self._held.items()]
+
+    @property
+    def end(self) -> int:
+        """Number of tokens after which its last block has the states; 0: it has none."""
+        return next(reversed(self._held), 0)
+
+    def at(self, number: int) -> int | None:
+        """Return the block with the states after block `number`, or after the part of it there is;
+        None if the sequence does not hold it."""
+        return self._held.get(min((number + 1) * BLOCK, self.end))
+
+    def lasting(self, number: int) -> int | None:
+        return self.at(number) if self._kept((number + 1) * BLOCK) else None
 
     def view(self, start: int, end: int) -> StateView:
         """Return the blocks that a step with the rows from `start` to `end` reads and writes."""
-        drafted = (position for position in self._replaced if start < position < end)
-        ends = {*range((start // BLOCK + 1) * BLOCK, end, BLOCK), *drafted, end}
-        targets = tuple((position - start, self._after(position)) for position in sorted(ends))
-        return StateView(self._states, self._after(start) if start else None, targets)
+        ends = [*(place for place in self._held if start < place < end), end]
+        targets = tuple((place - start, self._block(place)) for place in ends)
+        return StateView(self._states, self._block(start) if start else None, targets)
+
+    def shared(self, length: int) -> GroupTable:
+        other = StateTable(self.store, self._states, dict(self._held))
+        other.mark = self.mark
+        return other
 
     def lacks(self, length: int) -> bool:
-        return self._end != length or super().lacks(length)
+        return self.end != length
 
     def grow(self, end: int, allocate: Callable[[BlockPool], int], *, drafted: int = 0) -> None:
-        """Allocate blocks for the states after each full block up to `end`, and after `end`.
+        """Allocate blocks for the states at each place up to `end`, and after `end`.
 
         Those after each row before the `drafted` last ones, and between them, get a block as well.
         """
-        if end <= self._end:
+        if end <= self.end:
             return
-        before, self._drafts = self._end, end - drafted
-        if self._end % BLOCK and len(self.ids) > self.first:
-            fresh = allocate(self.store.pool)
-            self._replaced[self._end] = self.ids[-1]
-            self.ids[-1] = fresh
-        self._end = end
-        super().grow(end, allocate)
-        for position in range(max(self._drafts, before + 1), end):
-            if position % BLOCK:
-                self._replaced[position] = allocate(self.store.pool)
+        before, self._drafts = self.end, end - drafted
+        rows = range(max(self._drafts, before + 1), end)
+        for place in sorted({*self._places(before, end), *rows}):
+            self._held[place] = allocate(self.store.pool)
 
     def committed(self, length: int) -> None:
-        for end in [end for end in self._replaced if end < min(length, self._drafts)]:
-            self.store.pool.release(self._replaced.pop(end))
+        """Give back the blocks that steps ended with where no snapshot is taken."""
+        past = min(length, self._drafts)
+        self._give_back(place for place in self._held if place < past and not self._kept(place))
+
+    def pass_window(self, length: int) -> None:
+        past = min(length, self._drafts)
+        self._give_back(place for place in self._held if place < past)
+
+    def open_from(self, first: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Allocate a block for the end of each from number `first` on, and hold none before."""
+        self._give_back(place for place in self._held if place <= first * BLOCK)
+        for place in [*range((first + 1) * BLOCK, end, BLOCK), *([end] if end else [])]:
+            self._held[place] = allocate(self.store.pool)
 
     def settle(self) -> None:
-        self._drafts = self._end
-        self.committed(self._end)
+        self._drafts = self.end
+        self.committed(self.end)
 
     def cut(self, length: int) -> None:
         """Give back the blocks with states after more than `length` tokens."""
-        kept = length if length in (self._end, *self._replaced) else length // BLOCK * BLOCK
-        super().cut(kept)
-        before = self._replaced.pop(kept, None)
-        if before is not None:
-            self.store.pool.release(self.ids[-1])
-            self.ids[-1] = before
-        for end in [end for end in self._replaced if end > kept]:
-            self.store.pool.release(self._replaced.pop(end))
-        self._end = min(self._end, kept)
+        self._give_back(place for place in self._held if place > length)
 
     def lacking(self, start: int, end: int, *, rows: int) -> int:
         step = min(end, start + rows)
-        first = step // BLOCK - start // BLOCK + (step % BLOCK != 0)
+        first = len(self._places(start, step))
         later = self.store.group.blocks_for(end, rows=rows) - 1  # beside what it holds now
         return first if step == end else max(first, later)
 
     def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
         """Do nothing: `grow` takes another block for what is written."""
 
-    def _after(self, position: int) -> int:
-        """Return the block with the states after `position` tokens."""
-        replaced = self._replaced.get(position)
-        return self.ids[(position - 1) // BLOCK] if replaced is None else replaced
+    def _places(self, start: int, end: int) -> list[int]:
+        """Return where a step from `start` to `end` leaves states."""
+        if end <= start:
+            return []
+        inside = range((start // BLOCK + 1) * BLOCK, end, BLOCK)
+        return [*(place for place in inside if self._kept(place)), end]
+
+    def _kept(self, place: int) -> bool:
+        group = self.store.group
+        assert isinstance(group, StateGroup)
+        return place == self.mark or place % (group.interval * BLOCK) == 0
+
+    def _give_back(self, places: Iterable[int]) -> None:
+        for place in list(places):
+            self.store.pool.release(self._held.pop(place))
+
+    def _block(self, position: int) -> int:
+        """Return the block with the states after `position` tokens, where later ones may follow."""
+        block = self._held.get(position)
+        return self._held[min(p for p in self._held if p > position)] if block is None else block

@@ -2,7 +2,7 @@
 
 A prefix that any earlier sequence computed is found again, in memory or on disk. The prefix may end
 at any token if all layers see all positions, else only where the blocks of its windows still exist,
-and with layers that have states only where a full block or the earlier sequence ended.
+and with layers that have states only where a snapshot was taken or the earlier sequence ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
-from edgellm.cache.group_table import GroupBlocks
+from edgellm.cache.group_table import GroupBlocks, StateTable
 from edgellm.cache.groups import Blocks, Group, StateGroup, places, resident_blocks, rows_at_once
 from edgellm.cache.prefix_index import Match, PrefixIndex
 from edgellm.cache.sequence import Sequence
@@ -27,6 +27,10 @@ from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 from edgellm.kernels.state_blocks import allocate_states
+
+# Snapshots of states of a sequence that are written to a store: of the end of the last full block
+# that has one, and of one before it, where a prompt that differs in its last tokens goes on.
+_WRITTEN_STATES = 2
 
 
 class Holder(Protocol):
@@ -51,8 +55,8 @@ class KVCache:
         ctx_size: maximum of tokens of one sequence.
         blocks: number of blocks in each pool, at least as many as one full sequence needs. In
             groups that do not keep all, only the blocks that full sequences of as many tokens need
-            get memory, unless many short sequences are open at once; so the oldest snapshots of
-            states go before the K and V of their tokens.
+            get memory, unless many short sequences are open at once; so snapshots of states go
+            before the K and V of their tokens.
         drafts: further blocks of states, for rows of drafts of all sequences of a step; see
             `DRAFT_STATES`.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
@@ -69,7 +73,7 @@ class KVCache:
         rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
             changed after RoPE, or layers have states, which cannot forget tokens.
         has_states: whether layers have states, so that a sequence that drops its last tokens goes
-            back to the end of a full block, unless they are a draft.
+            back to a snapshot, unless they are a draft.
         disk: store for full blocks that outlive the process, or None.
     """
 
@@ -234,7 +238,10 @@ class KVCache:
         shared = sequence.tokens[: sequence.shareable]
         names = list(self.index.names(shared, root=sequence.root))
         for table in sequence.tables:
-            known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
+            if isinstance(table, StateTable):
+                known = sequence.snapshots(table, _WRITTEN_STATES)
+            else:
+                known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
             named = [(group_name(names[i], table.store), block) for i, block in known]
             with store.pin(name for name, _ in named):
                 for name, block in named:
@@ -327,7 +334,7 @@ class KVCache:
 
         False if a block is missing or damaged, or a pool is full.
         """
-        begin, end = len(sequence) // BLOCK, len(tokens) // BLOCK
+        begin = len(sequence) // BLOCK
         names = list(self.index.names(tokens, root=sequence.root))
         try:
             with sequence.reserved(len(tokens) - len(sequence), windowed=False):
@@ -335,10 +342,12 @@ class KVCache:
                 sequence.use_host()
                 for table in sequence.tables:
                     blocks = table.store.blocks
-                    for i in range(max(begin, table.first), end):
+                    for i, block in table.numbered:
+                        if i < begin:
+                            continue
                         name = group_name(names[i], table.store)
                         data = store.read(name, size=packed_size(blocks))
-                        if data is None or not unpack(blocks, [table.ids[i]], data):
+                        if data is None or not unpack(blocks, [block], data):
                             return False
                 sequence.commit(tokens[begin * BLOCK :])
         except CacheFullError:

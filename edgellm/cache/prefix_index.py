@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 from edgellm.cache.groups import Group, StateGroup
@@ -26,11 +28,23 @@ class _Entry:
         parent: name of all tokens before the block.
         tokens: token ids in the block.
         blocks: block id in each group; None if the group has reused the memory or never had it.
+        line: names of all tokens before each block up to this one; with states only.
     """
 
     parent: bytes
     tokens: tuple[int, ...]
     blocks: list[int | None]
+    line: tuple[bytes, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Number of tokens up to its end."""
+        return (len(self.line) - 1) * BLOCK + len(self.tokens)
+
+    @cached_property
+    def name(self) -> bytes:
+        """Name of all tokens up to its end, if it is full."""
+        return chain(self.parent, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -56,7 +70,7 @@ class PrefixIndex:
     def __init__(self, fingerprint: bytes, groups: Sequence[Group]) -> None:
         self._groups = groups
         # states are of all tokens of a block, so its first tokens alone are no prefix
-        self._whole_only = any(isinstance(group, StateGroup) for group in groups)
+        self._whole_only = any(_has_states(group) for group in groups)
         self._root = hashlib.sha256(fingerprint).digest()
         self.version = 0
         self._children: dict[bytes, list[_Entry]] = {}
@@ -124,8 +138,12 @@ class PrefixIndex:
         if rows >= len(tokens):
             return "whole"
         held = tuple(tokens[:BLOCK])
-        if len(held) == BLOCK and chain(parent, held) in self._reused:
-            return "reused"
+        if len(held) == BLOCK:
+            name = chain(parent, held)
+            if name in self._reused:
+                return "reused"
+            if any(e.tokens == held and self._unmarked(e) for e in self._children.get(parent, ())):
+                return self.end_of(name, tokens[BLOCK:], 0)
         known = [e.tokens for e in self._children.get(parent, ())]
         common = [(common_prefix(other, held), len(other)) for other in known]
         if any(count > rows and (count == size or not self._whole_only) for count, size in common):
@@ -143,13 +161,22 @@ class PrefixIndex:
         entries = (e for e in self._children.get(parent, ()) if e.tokens == held)
         return next((e.blocks[group] for e in entries), None)
 
-    def insert(self, parent: bytes, tokens: Sequence[int], blocks: Sequence[int | None]) -> None:
+    def insert(
+        self,
+        parent: bytes,
+        tokens: Sequence[int],
+        blocks: Sequence[int | None],
+        *,
+        line: Sequence[bytes] = (),
+    ) -> None:
         """Enter a block into the index.
 
         Args:
             parent: name of all tokens before the block.
             tokens: token ids in the block.
             blocks: block id in each group; None for a group without the block.
+            line: names of all tokens before each block up to this one, `parent` the last; needed
+                where groups have states.
         """
         self.version += 1
         held = tuple(tokens)
@@ -158,7 +185,7 @@ class PrefixIndex:
         # a longer entry serves as well, if all groups have it and can go on from its middle
         entry = next((e for e in longer if e.tokens == held or self._serves_parts(e)), None)
         if entry is None:
-            entry = _Entry(parent, held, [None] * len(self._groups))
+            entry = _Entry(parent, held, [None] * len(self._groups), tuple(line))
             siblings.append(entry)
         elif len(entry.tokens) > len(held):
             return
@@ -184,6 +211,46 @@ class PrefixIndex:
                 self._reused.popitem(last=False)
         if all(block is None for block in entry.blocks):
             self._forget(entry)
+
+    def expendable(self, group: int, idle: Collection[int]) -> int:
+        """Choose the block of a group whose memory is reused next.
+
+        It is the one not used for longest. If that is a snapshot of states and later ones of the
+        same text are there, it is the one of them with the nearest neighbours, among the half of
+        all that was not used for longest: so those left lie far apart, the farther the older.
+
+        Args:
+            idle: ids of cached blocks that no sequence holds, the one not used for longest first.
+        """
+        oldest, entries = next(iter(idle)), self._entries[group]
+        if not _has_states(self._groups[group]):
+            return oldest
+        later = [e for e in entries.values() if self._precedes(entries[oldest], e)]
+        if not later:
+            return oldest
+        last = max(later, key=lambda entry: entry.end)
+        line = {e.end: block for block, e in entries.items() if self._precedes(e, last)}
+        ends, old = [0, *sorted(line), last.end], set(islice(idle, (len(idle) + 1) // 2))
+        gaps = {line[end]: ends[i + 2] - ends[i] for i, end in enumerate(ends[1:-1])}
+        return min((block for block in gaps if block in old), key=gaps.__getitem__)
+
+    def _precedes(self, entry: _Entry, other: _Entry) -> bool:
+        """Whether a text that ends with the tokens of `other` begins with those of `entry`."""
+        number = len(entry.line) - 1
+        if entry.end >= other.end or other.line[number] != entry.parent:
+            return False
+        if number == len(other.line) - 1:
+            return other.tokens[: len(entry.tokens)] == entry.tokens
+        name, size = other.line[number + 1], len(entry.tokens)
+        if size == BLOCK:
+            return entry.name == name
+        full = (e for e in self._children[entry.parent] if len(e.tokens) == BLOCK)
+        return any(e.name == name and e.tokens[:size] == entry.tokens for e in full)
+
+    def _unmarked(self, entry: _Entry) -> bool:
+        """Whether no snapshot of states was taken at the end of a full block."""
+        states = [b for b, g in zip(entry.blocks, self._groups, strict=True) if _has_states(g)]
+        return bool(states) and not any(block is not None for block in states)
 
     def _serves_parts(self, entry: _Entry) -> bool:
         return not self._whole_only and None not in entry.blocks
@@ -225,6 +292,10 @@ class PrefixIndex:
             passed: list[int | None] = [None] * first
             tables.append(passed + blocks)
         return Match(length, tables)
+
+
+def _has_states(group: Group) -> bool:
+    return isinstance(group, StateGroup)
 
 
 def chain(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -2,8 +2,9 @@
 
 Full blocks are immutable and shared. Only a sequence's last block of K and V is written to, and it
 is copied first if another sequence or the prefix index can see it. So fork and rewind copy at most
-one block of each group. States go to blocks of their own in each step. Blocks before a group's
-window are given back; the prefix index finds them until their memory is needed.
+one block of each group. States go to blocks of their own in each step, some of which stay as
+snapshots. Blocks before a group's window are given back; the prefix index finds them until their
+memory is needed.
 """
 
 from __future__ import annotations
@@ -194,8 +195,7 @@ class Sequence:
         """
         for group, table in enumerate(self.tables):
             seen = table.store.group.first_block(end)
-            table.skip(seen if firsts is None else firsts[group])
-            table.grow(end, self._allocate)
+            table.open_from(seen if firsts is None else firsts[group], end, self._allocate)
 
     @contextmanager
     def reserved(self, count: int, *, windowed: bool = True, drafted: int = 0) -> Iterator[None]:
@@ -216,13 +216,13 @@ class Sequence:
         for table in self.tables:
             table.committed(len(self))
         for number in range(first, self._shareable // BLOCK):
-            self._insert(number)
+            self._insert(number, [table.lasting(number) for table in self.tables])
 
     def truncate(self, length: int) -> None:
         """Drop all tokens from position `length` on.
 
-        Blocks that a window had passed, and states at the ends of full blocks, come back if their
-        memory was not needed since. Otherwise the sequence becomes the longest prefix that every
+        Blocks that a window had passed, and snapshots of states, come back if their memory was not
+        needed since. Otherwise the sequence becomes the longest prefix that every
         group still has.
 
         Raises:
@@ -240,9 +240,10 @@ class Sequence:
         for table in self.tables:
             table.cut(length)
         if any(table.lacks(length) for table in self.tables):
-            match, whole = self._index.match(self.tokens, root=self.root), length // BLOCK * BLOCK
-            if match.length < whole < length:
-                self.truncate(whole)  # states that the sequence itself has may be all there are
+            match = self._index.match(self.tokens, root=self.root)
+            own = min((table.end for table in self._states), default=0)
+            if match.length < own < length:
+                self.truncate(own)  # states that the sequence itself has may be all there are
             else:
                 self._become(match)
 
@@ -303,10 +304,24 @@ class Sequence:
 
     def close(self) -> None:
         """Give the blocks back; the prefix index finds them until they are overwritten."""
-        last = len(self) // BLOCK
-        if len(self) % BLOCK and self.shareable is None:
-            self._insert(last)
+        self.enter_end()
         self.truncate(0)
+
+    def enter_end(self) -> None:
+        """Enter the last block into the prefix index, full or not, with the states after it."""
+        if len(self) and self.shareable is None:
+            number = (len(self) - 1) // BLOCK
+            self._insert(number, [table.at(number) for table in self.tables])
+
+    def expect(self, length: int) -> None:
+        """Have a snapshot of states taken at the end of the last full block before the last token
+        of a prompt of `length` tokens."""
+        for table in self._states:
+            table.mark = (length - 1) // BLOCK * BLOCK
+
+    @property
+    def _states(self) -> list[StateTable]:
+        return [table for table in self.tables if isinstance(table, StateTable)]
 
     @property
     def _shareable(self) -> int:
@@ -319,14 +334,25 @@ class Sequence:
         included only as long as its memory is not reused.
         """
         oldest = max(0, table.store.group.first_block(len(self)) - 1)
-        numbers = range(max(oldest, table.first), len(table.ids))
-        held = [(number, table.ids[number]) for number in numbers]
-        last = table.first - 1
+        held = [(number, block) for number, block in table.numbered if number >= oldest]
+        last = (held[0][0] if held else table.first) - 1
         if last < oldest or (last + 1) * BLOCK > self._shareable:
             return held
         passed = self.tokens[last * BLOCK : (last + 1) * BLOCK]
         block = self._index.find(self._name(last), passed, table.store.number)
         return held if block is None else [(last, block), *held]
+
+    def snapshots(self, table: StateTable, count: int) -> list[tuple[int, int]]:
+        """Return numbers and ids of its last `count` full blocks with states in memory."""
+        held, found = dict(table.numbered), []
+        for number in reversed(range(self._shareable // BLOCK)):
+            tokens = self.tokens[number * BLOCK : (number + 1) * BLOCK]
+            block = self._index.find(self._name(number), tokens, table.store.number)
+            if block is not None or number in held:
+                found.append((number, held[number] if block is None else block))
+            if len(found) == count:
+                break
+        return found[::-1]
 
     def end_in(self, tokens: SequenceOf[int]) -> CacheEnd:
         """Return the reason why it holds no more of `tokens`, of which it is a prefix."""
@@ -342,11 +368,12 @@ class Sequence:
             self._names.append(chain(self._names[-1], self.tokens[begin : begin + BLOCK]))
         return self._names[number]
 
-    def _insert(self, number: int) -> None:
-        """Enter a block into the prefix index, for the groups in which the sequence holds it."""
-        blocks = [table.at(number) for table in self.tables]
+    def _insert(self, number: int, blocks: SequenceOf[int | None]) -> None:
+        """Enter a block into the prefix index, for the groups in which it is not None."""
         held = self.tokens[number * BLOCK : (number + 1) * BLOCK]
-        self._index.insert(self._name(number), held, blocks)
+        parent = self._name(number)
+        line = self._names[: number + 1] if self._states else ()
+        self._index.insert(parent, held, blocks, line=line)
 
     def _become(self, match: Match) -> None:
         """Hold the blocks of a cached prefix instead of the present ones."""
@@ -416,7 +443,7 @@ class Growth(Sequence):
     def land(self) -> Sequence:
         """End the growth, and return its tokens as a sequence that other sequences can share.
 
-        Layers with states have those at the ends of full blocks and of the whole growth alone, so
+        Layers with states have those at snapshots and at the end of the whole growth alone, so
         one that was not computed to its end becomes shorter.
         """
         computed = self.tokens[self.start :]

@@ -15,10 +15,13 @@ from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.lora import changes_of, open_adapter
-from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter
+from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter, packed_bytes
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
+
+# Folder or file of an adapter, perhaps with a factor of its changes.
+AdapterSource = str | Path | tuple[str | Path, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +106,18 @@ class Adapters:
                 f"on {prefill.name} and answers on {decoder.name}; load it with `prefill` native "
                 "and `decode` native, or merge the adapter with `edgellm export --lora`"
             )
+
+
+def adapter_bytes(adapters: Mapping[str, AdapterSource] | None) -> int:
+    """Return the bytes in memory of adapters that are to be loaded; matrices are not read for it.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: see `open_adapter`.
+    """
+    sources = (adapters or {}).values()
+    paths = (source[0] if isinstance(source, tuple) else source for source in sources)
+    changes = (each for path in paths for each in open_adapter(Path(path)).changes.values())
+    return sum(packed_bytes(change.a.shape, change.b.shape) for change in changes)
 
 
 def for_adapters(options: EngineOptions) -> EngineOptions:

@@ -321,6 +321,7 @@ class Context:
             self.sequence.close()
             self.sequence = cache.sequence(prefix, root=self._root)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))
+        self.sequence.expect(len(self.tokens))
 
     def take_back(self) -> None:
         """Put blocks that `give_back` kept, if any, into the cache again, before any other change.
@@ -420,6 +421,8 @@ class Context:
 
     def _settle(self, ticket: object) -> None:
         self._truncate_to(self.tokens)
+        if self.engine.cache.has_states:
+            self.sequence.enter_end()  # the next turn, or another one in its place, begins there
         self.engine.cache.keep(self.sequence)
         self.settled(ticket)
 

@@ -19,7 +19,7 @@ from edgellm.engine.mtp import MtpHead
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
 from edgellm.kernels.native import library
-from edgellm.options import NO_DRAFT, EngineOptions
+from edgellm.options import NO_DRAFT, EngineOptions, draft_refused
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MTP, PACKED
@@ -44,10 +44,7 @@ def prepare_draft(
         return None
     decode = select(options, bundle.config).decode
     if decode != NATIVE:
-        raise OptionError(
-            f"`draft` is {name!r} and `decode` {decode}, whose rows differ with their number; "
-            f"drafts are checked with `decode` {NATIVE}: take that, or leave out `draft`"
-        )
+        raise draft_refused(name, decode)
     try:
         draft = prepare(name, precisions=(PACKED,), progress=progress)
     except EdgeLLMError as error:

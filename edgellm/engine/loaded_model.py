@@ -64,6 +64,7 @@ class LoadedModel:
         options: EngineOptions,
         *,
         draft: Bundle | None = None,
+        adapters: int = 0,
         thread: EngineThread | None = None,
         tails_only: bool = True,
         why_cpu: str | None = None,
@@ -73,6 +74,7 @@ class LoadedModel:
 
         Args:
             draft: bundle of the draft model that is to have memory beside it.
+            adapters: bytes of adapters that are to have memory beside it.
             thread: thread that computes; None: one of its own.
             tails_only: see `ChunkedBackend`.
             why_cpu: see `prepare_for`.
@@ -85,7 +87,9 @@ class LoadedModel:
         self.selection = select(options, self.config)
         self.scheduling = self.selection.scheduling(options.scheduling)
         self.precisions = self.selection.precisions(self.config)
-        self.memory = memory.estimate(bundle, options, self.selection, draft=draft)
+        self.memory = memory.estimate(
+            bundle, options, self.selection, draft=draft, adapters=adapters
+        )
         memory.check_fits(self.memory)
         self.ctx_size = self.memory.ctx_size
         self.tokenizer = Tokenizer(

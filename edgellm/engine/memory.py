@@ -44,6 +44,7 @@ class MemoryEstimate:
         blocks: number of blocks in each pool of the KV cache.
         draft: bytes of the draft model beside it, or of its own head for drafts, with a full KV
             cache of its own.
+        adapters: bytes of the adapters that are loaded with it.
     """
 
     weights: int
@@ -52,11 +53,12 @@ class MemoryEstimate:
     blocks: int
     base: int = _BASE_BYTES
     draft: int = 0
+    adapters: int = 0
 
     @property
     def models(self) -> int:
         """Bytes without those of a process that has no model."""
-        return self.weights + self.kv_cache + self.draft
+        return self.weights + self.kv_cache + self.draft + self.adapters
 
     @property
     def total(self) -> int:
@@ -64,12 +66,18 @@ class MemoryEstimate:
 
 
 def estimate(
-    bundle: Bundle, options: EngineOptions, selection: Selection, *, draft: Bundle | None = None
+    bundle: Bundle,
+    options: EngineOptions,
+    selection: Selection,
+    *,
+    draft: Bundle | None = None,
+    adapters: int = 0,
 ) -> MemoryEstimate:
     """Estimate the memory of a model with these options and back ends when its cache is full.
 
     Args:
         draft: bundle of its draft model; None: it has none.
+        adapters: bytes of the adapters that are loaded with it, see `adapter_bytes`.
 
     Raises:
         OptionError: the options ask for more tokens than the model was trained for, for a cache
@@ -83,7 +91,7 @@ def estimate(
     head = bundle.manifest.mtp is not None and options.draft is None and selection.decode == NATIVE
     if head:
         drafts = bundle.manifest.files[f"{MTP}/{WEIGHTS_FILE}"].bytes
-    ctx_size = _context_size(config, options, selection, weights=weights + drafts)
+    ctx_size = _context_size(config, options, selection, weights=weights + drafts + adapters)
     blocks = _blocks(options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
     if draft is not None:
@@ -97,7 +105,15 @@ def estimate(
             blocks=pool_blocks(ctx_size),
         )
     base = _BASE_BYTES + _expert_bytes(config)
-    return MemoryEstimate(weights, cache, ctx_size=ctx_size, blocks=blocks, base=base, draft=drafts)
+    return MemoryEstimate(
+        weights,
+        cache,
+        ctx_size=ctx_size,
+        blocks=blocks,
+        base=base,
+        draft=drafts,
+        adapters=adapters,
+    )
 
 
 def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> EngineOptions:
@@ -131,12 +147,15 @@ def check_fits(needed: MemoryEstimate) -> None:
     """
     available = psutil.virtual_memory().available
     if needed.total > available:
-        draft = f", `draft` {_mib(needed.draft)}" if needed.draft else ""
+        beside = {"draft": needed.draft, "adapters": needed.adapters}
+        parts = [f", `{name}` {_mib(size)}" for name, size in beside.items() if size]
+        others = [f", or leave out `{name}`" for name, size in beside.items() if size]
+        if needed.draft:
+            others.append(" (`draft` none: the model's own head stays out too)")
         raise MemoryEstimateError(
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
-            f"cache {_mib(needed.kv_cache)}{draft}), but {_mib(available)} MiB are available; "
-            "choose a smaller `ctx_size` or a smaller `kv_format`"
-            + (", or leave out `draft` (none: the model's own head stays out too)" if draft else "")
+            f"cache {_mib(needed.kv_cache)}{''.join(parts)}), but {_mib(available)} MiB are "
+            f"available; choose a smaller `ctx_size` or a smaller `kv_format`{''.join(others)}"
         )
 
 

@@ -1,11 +1,12 @@
 """Options of an application on Ray Serve, checked before any replica is started."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from edgellm.errors import OptionError
+from edgellm.llm import LoadArguments
 from edgellm.options import EngineArguments, EngineOptions
 from edgellm.serve.options import ServeOptions
 from edgellm.store.sources import DEFAULT_MODEL
@@ -29,6 +30,8 @@ class Arguments(BaseModel):
         most_ahead: number of requests that a replica may have more than the least busy one, and
             still be given a request whose prefix it has.
         engine: fields of `EngineOptions`, all but `threads`.
+        adapters: adapters (LoRA) that clients may name as their model: name to path, or to path and
+            scale. Each replica reads them there.
         server: fields of `ServeOptions`, all but `port`; `host` is the address of Ray Serve's
             proxy, which has to be configured separately. A replica has at most `max_waiting`
             requests, and as many wait for one. `metrics` are one replica's, so they are off unless
@@ -49,6 +52,7 @@ class Arguments(BaseModel):
     hand_over_bytes: int = Field(default=512 << 20, ge=1)
     most_ahead: int = Field(default=8, ge=0)
     engine: dict[str, Any] = Field(default_factory=dict)
+    adapters: dict[str, str | tuple[str, float]] = Field(default_factory=dict)
     server: dict[str, Any] = Field(default_factory=dict)
 
     def model_post_init(self, context: Any) -> None:
@@ -61,6 +65,11 @@ class Arguments(BaseModel):
     @property
     def engine_arguments(self) -> EngineArguments:
         return EngineArguments(**{**self.engine, "threads": self.threads})  # type: ignore[typeddict-item]
+
+    @property
+    def load_arguments(self) -> LoadArguments:
+        """Arguments of the replicas that answer; those that compute prompts have no adapters."""
+        return cast(LoadArguments, {**self.engine_arguments, "adapters": self.adapters})
 
     @property
     def serve_options(self) -> ServeOptions:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from edgellm.engine.adapters import AdapterSource
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationArguments
 from edgellm.llm import load
@@ -46,6 +47,7 @@ class BatchInference:
         answer: name of the column of answers that is added, beside `finish_reason`,
             `prompt_tokens`, `answer_tokens` and `error`.
         engine: further fields of `EngineOptions`.
+        adapters: adapters (LoRA) that `generation` may name, see `edgellm.load`.
         generation: fields of `GenerationOptions`. With a `seed` every row has the same one, so
             that its answer depends on neither batch nor actor.
 
@@ -61,10 +63,11 @@ class BatchInference:
         prompt: str = "prompt",
         answer: str = "answer",
         engine: EngineArguments | None = None,
+        adapters: Mapping[str, AdapterSource] | None = None,
         generation: GenerationArguments | None = None,
     ) -> None:
         arguments: EngineArguments = {**(engine or {}), "threads": threads}
-        self._llm = load(model, **arguments)
+        self._llm = load(model, **arguments, adapters=adapters)
         self._options = self._llm.generation_options(**(generation or {}))
         self._prompt = prompt
         self._answer = answer

@@ -9,7 +9,7 @@ checks and reads a request, and chooses its replica by the beginning of its prom
 
 import asyncio
 from collections.abc import AsyncGenerator
-from typing import Any, cast
+from typing import Any
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -17,7 +17,6 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.applications import Starlette
 
-from edgellm.llm import LoadArguments
 from edgellm.ray.arguments import Arguments
 from edgellm.ray.forwarding import ForwardedRequest, Message, answered, front_app
 from edgellm.ray.prefill import PrefillReplica, RemotePrefill
@@ -77,9 +76,7 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, arguments: Arguments, prefill: Any = None
     ) -> None:
-        pool = ModelPool(
-            [served_model(arguments.model, cast(LoadArguments, arguments.engine_arguments))]
-        )
+        pool = ModelPool([served_model(arguments.model, arguments.load_arguments)])
         remote = None
         if prefill is not None:
             remote = RemotePrefill(

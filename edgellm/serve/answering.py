@@ -127,8 +127,8 @@ class Answering:
             async with self._model(ask.model, limit_ms) as llm:
                 model = self.pool.resolve(ask.model)
                 adapter = self.pool.adapters.name_of(ask, model)
-                if adapter is not None:
-                    model = adapter
+                if adapter is not None or ask.lora is not None:  # also one that asks for none
+                    model = adapter or model
                     ask = replace(ask, arguments={**ask.arguments, "adapter": adapter})
                 pending = self._pending(llm, model, ask, client, counted.arrival)
                 async with aclosing(_items(llm, pending)) as items:

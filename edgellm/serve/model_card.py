@@ -36,7 +36,7 @@ class ModelCard:
         precision: precision in which answers are decoded.
         file_type: quantization of the model file, such as Q4_K_M; for a file that does not name
             one, the storage type of most of its matrices.
-        memory_bytes: estimated memory of weights and a full KV cache.
+        memory_bytes: estimated memory of weights, a full KV cache, draft model and adapters.
         bos, eos: texts of the begin and end tokens; "" where there is none.
         template: source of the chat template; "" where there is none.
         takes_tools: whether the template describes tools to the model.
@@ -68,11 +68,19 @@ def card_of(engine: Engine) -> ModelCard:
     return _card(engine.bundle, engine.options, engine.tokenizer, template, engine.memory)
 
 
-def card_on_disk(bundle: Bundle, options: EngineOptions) -> ModelCard:
-    """Return the card of a model that is not loaded, as if loaded with these options."""
+def card_on_disk(
+    bundle: Bundle, options: EngineOptions, *, draft: Bundle | None = None, adapters: int = 0
+) -> ModelCard:
+    """Return the card of a model that is not loaded, as if loaded with these options.
+
+    Args:
+        draft: bundle of its draft model; None: it has none, or none that is on disk.
+        adapters: bytes of its adapters.
+    """
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     template = _readable(bundle, lambda: open_template(bundle, tokenizer))
-    needed = estimate(bundle, options, select(options, bundle.config))
+    selection = select(options, bundle.config)
+    needed = estimate(bundle, options, selection, draft=draft, adapters=adapters)
     return _card(bundle, options, tokenizer, template, needed)
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.backends.selection import precisions_of, select
+from edgellm.engine.adapters import AdapterSource, adapter_bytes
 from edgellm.engine.auto_decode import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.memory import estimate
 from edgellm.errors import OptionError
 from edgellm.llm import (
     LLM,
-    AdapterSource,
     LoadArguments,
     engine_options,
     load,
@@ -23,6 +23,7 @@ from edgellm.llm import (
 )
 from edgellm.progress import ProgressCallback
 from edgellm.serve.model_card import ModelCard, card_on_disk
+from edgellm.store.manifest import PACKED
 from edgellm.store.prepare import prepared
 from edgellm.store.sources import check_name
 
@@ -80,13 +81,23 @@ def served_model(
     def needed_bytes() -> int:
         bundle, used, _ = prepare_for(source, options, progress=progress)
         draft = prepare_draft(bundle, used, progress=progress)
-        return estimate(bundle, used, select(used, bundle.config), draft=draft).models
+        adapters = adapter_bytes(arguments.get("adapters"))
+        selection = select(used, bundle.config)
+        return estimate(bundle, used, selection, draft=draft, adapters=adapters).models
 
     def card() -> ModelCard | None:
         bundle = prepared(source, precisions=precisions_of(options))
         if bundle is None:
             return None
-        return card_on_disk(with_defaults(bundle, arguments.get("defaults")), options)
+        draft = None
+        if options.draft is not None:
+            draft = prepared(options.draft, precisions=(PACKED,))
+        return card_on_disk(
+            with_defaults(bundle, arguments.get("defaults")),
+            options,
+            draft=draft,
+            adapters=adapter_bytes(arguments.get("adapters")),
+        )
 
     return ServedModel(
         given or _public_id(source),

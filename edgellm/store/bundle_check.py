@@ -202,8 +202,8 @@ class _Checker:
 
     def _error(self, message: str) -> BundleError:
         return BundleError(
-            f"{self._origin}: {message}; the bundle is damaged or of another model, export the "
-            "model again"
+            f"{self._origin}: {message}; the bundle was made by another version of edgellm or of "
+            "another model, or is damaged: export the model again"
         )
 
 

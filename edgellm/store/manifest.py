@@ -195,7 +195,10 @@ class Manifest:
         try:
             return parse(cls, content, where="manifest")
         except EdgeLLMError as error:
-            raise BundleError(f"{origin}: damaged manifest ({error})") from None
+            raise BundleError(
+                f"{origin}: made by another version of edgellm, or damaged ({error}); export the "
+                "model again"
+            ) from None
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:

@@ -133,7 +133,7 @@ class _Reader:
             raise UnsupportedModelError(
                 f"the adapter changes {others[0]}, which is no linear layer of this model "
                 f"({self._config.model_type}, {self._config.layer_count} layers); adapters can "
-                "change projections of attention and of the MLP"
+                "change projections of attention, its output gate included, and of the MLP"
             )
 
 
@@ -141,16 +141,21 @@ def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
     """Refuse a matrix that no adapter can change.
 
     Raises:
-        UnsupportedModelError: it is one of an expert, or of a mixer with a state.
+        UnsupportedModelError: it is one of an expert, of a mixer with a state, or of a part beside
+            attention and the MLP.
     """
-    of_mixer = spec.name not in CHANGED or (spec.name == "o" and not layer.attends)
-    if spec.experts is None and not of_mixer:
+    if spec.experts is not None:
+        part = "a matrix of an expert"
+    elif not layer.attends and spec.name not in ("gate", "up", "down"):
+        part = "a matrix of a mixer with a state"
+    elif spec.name not in CHANGED:
+        part = "neither of attention nor of the MLP"
+    else:
         return
-    part = "a mixer's matrix" if of_mixer else "an expert's matrix"
     raise UnsupportedModelError(
-        f"the adapter changes {name} ({part}); adapters can change Q, K, V and the output "
-        "projection of attention, and the MLP of layers without experts. Merge it into the weights "
-        "before the export"
+        f"the adapter changes {name}, which is {part}; adapters can change projections of "
+        "attention, and the MLP of layers without experts. Merge it into the weights before the "
+        "export"
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -331,16 +332,20 @@ def _turning(rope: Rope) -> Rope:
     return replace(rope, inv_freq=tuple(x if x > _NO_TURN else 0.0 for x in rope.inv_freq))
 
 
-def _fold(name: str, tensor: Tensor, layers: int) -> Tensor:
+def _fold(name: str, tensor: Tensor, fields: Fields, *, count: str) -> Tensor:
     """Cut the table's rows, and the rows of the projection that belong to a layer.
 
     The router divides what it reads by the root of its width.
+
+    Args:
+        count: key of the number of layers.
     """
     if name.endswith(".router_norm"):
         return with_values(tensor, lambda values: values * np.float32(values.size**-0.5))
     if name == "layer_embedding":
-        return cut_rows(tensor, layers)
+        return cut_rows(tensor, fields.read(int, count))
     if name.endswith(".layer_context"):
+        layers = fields.read(int, count)
         width, layer = tensor.shape[0] // layers, int(name.split(".")[1])
         return rows_of_tensor(tensor, slice(layer * width, (layer + 1) * width))
     return tensor
@@ -351,6 +356,6 @@ ARCHITECTURE = Architecture(
     config_from_gguf=config_from_gguf,
     hf_names=_HF_NAMES,
     gguf_names=_GGUF_NAMES,
-    hf_fold=lambda name, tensor, fields: _fold(name, tensor, fields.read(int, "num_hidden_layers")),
-    gguf_fold=lambda name, tensor, fields: _fold(name, tensor, fields.read(int, "block_count")),
+    hf_fold=partial(_fold, count="num_hidden_layers"),
+    gguf_fold=partial(_fold, count="block_count"),
 )

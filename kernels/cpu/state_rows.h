@@ -14,7 +14,7 @@ struct StateTarget {
 // Rows of one sequence that follow each other, and the states of a layer; the same fields as in native.py.
 struct StateRows {
     const float* source;         // before the first row; null: all zeros
-    const StateTarget* targets;  // in the order of their rows; the last one, for all rows, may be the source
+    const StateTarget* targets;  // in the order of their rows, the last one for all; the first may be the source
     int32_t rows;
 };
 

@@ -191,24 +191,26 @@ private:
         pass(from, target->block + state_ + offset, dim, k, forget, change, k, by_k, by_q);
     }
 
-    // The last inputs of the convolution after the rows that each target names. A span of few rows keeps some of its
-    // source, which may be where they go: they move to the front.
+    // The last inputs of the convolution after the rows that each target names. One of few rows keeps some of those
+    // of the target before it or of the source, which may be where they go: they move to the front.
     void store_columns(int span) const {
         const edgellm::StateRows& at = spans_[span];
         const int before = net_.taps - 1, channels = net_.channels();
+        const float* from = at.source;
         const edgellm::StateTarget* target = at.targets;
-        for (bool last = false; !last; ++target) {
-            last = target->rows == at.rows;
+        for (int done = 0; done < at.rows; done = target++->rows) {
+            float* const block = target->block + state_;
             for (int i = 0; i < before; ++i) {
                 const int row_of = target->rows - before + i;
-                float* to = target->block + state_ + size_t(i) * channels;
-                if (row_of >= 0)
+                float* to = block + size_t(i) * channels;
+                if (row_of >= done)
                     std::memcpy(to, row(first_[span] + row_of), 4 * size_t(channels));
-                else if (at.source)
-                    std::memmove(to, at.source + size_t(row_of + before) * channels, 4 * size_t(channels));
+                else if (from)
+                    std::memmove(to, from + size_t(row_of - done + before) * channels, 4 * size_t(channels));
                 else
                     std::fill(to, to + channels, 0.0f);
             }
+            from = block;
         }
     }
 

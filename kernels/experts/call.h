@@ -32,8 +32,8 @@ struct ExpertMemory {
     int64_t limit, resident;  // bytes
     int64_t clock, hits, reads, bytes_read;  // layers that were computed; what they found, and what they read
     int64_t* used;            // [layers, stride]: when an expert was used last; 0 of one that is not in memory
-    int32_t* fresh;           // [stride]: experts that the layer before has read, of `fresh_layer`
-    int32_t stride, fresh_layer, fresh_count;
+    int32_t* holders;         // [layers, stride]: steps that compute with each expert now
+    int32_t stride;
 };
 
 // The matrix of one of the experts.

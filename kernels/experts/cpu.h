@@ -93,7 +93,7 @@ public:
         score(worker, layer);
         worker.each(1, [&](int) {
             route(layer.router);
-            if (model.expert_memory) edgellm::use_experts(model, number, active_, *active_count_);
+            if (model.expert_memory) edgellm::use_experts(model, number, active_, *active_count_, held_);
         });
         const int slots = rows_ * layer.router.used, some = std::max(1, std::min(16, slots / (4 * threads_)));
         worker.each((slots + some - 1) / some, [&](int item) {
@@ -128,6 +128,11 @@ public:
                 multiply_panels(shared.down, first, end, middle, rows_,
                                 shared_out_ + size_t(first) * edgellm::PANEL, hidden_, false);
             });
+    }
+
+    // Note that the step has ended, in all its threads.
+    void leave(const edgellm::Transformer& model) const {
+        if (model.expert_memory) edgellm::leave_experts(model, held_);
     }
 
     // y (+)= what the experts of a row give, by their shares, and the shared one unless it has a norm behind it
@@ -253,4 +258,5 @@ private:
     char *x_ = nullptr, *activated_ = nullptr;      // quantized rows of each expert
     float *shared_out_ = nullptr, *shared_share_ = nullptr;  // [rows, hidden], [rows]
     char* shared_activated_ = nullptr;              // quantized rows of the shared expert
+    mutable edgellm::HeldExperts held_;             // changed by one worker, in a phase of its own
 };

@@ -1,9 +1,10 @@
 // Experts within a limit of memory: those that have not been used for longest go back to the system, which reads them
-// again from the file that they are mapped from, when they are used.
+// again from the file that they are mapped from, when they are used. Those that a step computes with stay.
 #pragma once
 
 #include <initializer_list>
 #include <mutex>
+#include <vector>
 
 #include "../cpu/platform.h"
 #include "../step/call.h"
@@ -39,12 +40,12 @@ inline void give_back(const Transformer& model, const ExpertMemory& memory, size
     each_matrix(layer, expert + 1, end, body);
 }
 
-// Give back the expert that was used longest ago, and before the layer that is computed now; false if there is none.
+// Give back the expert that was used longest ago, and that no step computes with; false if there is none.
 inline bool give_back_oldest(const Transformer& model, ExpertMemory& memory) {
     const int64_t* oldest = nullptr;
     const int64_t* const behind = memory.used + size_t(model.layer_count) * memory.stride;
     for (const int64_t* each = memory.used; each < behind; ++each)
-        if (*each > 0 && *each < memory.clock && (!oldest || *each < *oldest)) oldest = each;
+        if (*each > 0 && memory.holders[each - memory.used] == 0 && (!oldest || *each < *oldest)) oldest = each;
     if (!oldest) return false;
     const size_t at = oldest - memory.used, layer = at / memory.stride;
     memory.used[at] = 0;
@@ -53,28 +54,61 @@ inline bool give_back_oldest(const Transformer& model, ExpertMemory& memory) {
     return true;
 }
 
-// Note that these experts of a layer are used now, and give others back as far as the limit asks for it. Steps of
-// several threads take turns.
-inline void use_experts(const Transformer& model, int layer, const int32_t* experts, int count) {
+inline void keep_limit(const Transformer& model, ExpertMemory& memory) {
+    while (memory.resident > memory.limit && give_back_oldest(model, memory)) {
+    }
+}
+
+// Experts of the layer that a step computes, and those of them that it found not in memory.
+struct HeldExperts {
+    int layer = 0;
+    std::vector<int32_t> all, fresh;
+};
+
+// Steps of several threads take turns.
+inline std::mutex& turn_of_experts() {
     static std::mutex turn;
-    const std::lock_guard<std::mutex> held(turn);
+    return turn;
+}
+
+// Note that a step has done with the experts of a layer, in its turn.
+inline void let_go(const Transformer& model, HeldExperts& held) {
+    ExpertMemory& memory = *model.expert_memory;
+    for (const int32_t expert : held.all) --memory.holders[size_t(held.layer) * memory.stride + expert];
+    for (const int32_t expert : held.fresh) give_back(model, memory, held.layer, expert);
+    held.all.clear();
+    held.fresh.clear();
+}
+
+// Note that a step uses these experts of a layer now, and no longer those of the layer before it; give others back as
+// far as the limit asks for it.
+inline void use_experts(const Transformer& model, int layer, const int32_t* experts, int count, HeldExperts& held) {
+    const std::lock_guard<std::mutex> turn(turn_of_experts());
     ExpertMemory& memory = *model.expert_memory;
     const int64_t bytes = expert_bytes(model.layers[layer]);
     ++memory.clock;
-    for (int i = 0; i < memory.fresh_count; ++i) give_back(model, memory, memory.fresh_layer, memory.fresh[i]);
-    memory.fresh_layer = layer;
-    memory.fresh_count = 0;
+    let_go(model, held);
+    held.layer = layer;
+    held.all.assign(experts, experts + count);
     for (int i = 0; i < count; ++i) {
-        int64_t& used = memory.used[size_t(layer) * memory.stride + experts[i]];
+        const size_t at = size_t(layer) * memory.stride + experts[i];
+        int64_t& used = memory.used[at];
         const bool there = used > 0;
+        ++memory.holders[at];
         (there ? memory.hits : memory.reads) += 1;
         memory.bytes_read += there ? 0 : bytes;
         memory.resident += there ? 0 : bytes;
-        if (!there) memory.fresh[memory.fresh_count++] = experts[i];
+        if (!there) held.fresh.push_back(experts[i]);
         used = memory.clock;
     }
-    while (memory.resident > memory.limit && give_back_oldest(model, memory)) {
-    }
+    keep_limit(model, memory);
+}
+
+// Note that a step has ended.
+inline void leave_experts(const Transformer& model, HeldExperts& held) {
+    const std::lock_guard<std::mutex> turn(turn_of_experts());
+    let_go(model, held);
+    keep_limit(model, *model.expert_memory);
 }
 
 }  // namespace edgellm

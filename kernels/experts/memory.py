@@ -43,8 +43,8 @@ class _ExpertMemory(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("limit", "resident", "clock")),
         *((name, ctypes.c_int64) for name in ("hits", "reads", "bytes_read")),
-        *((name, ctypes.c_void_p) for name in ("used", "fresh")),
-        *((name, ctypes.c_int32) for name in ("stride", "fresh_layer", "fresh_count")),
+        *((name, ctypes.c_void_p) for name in ("used", "holders")),
+        ("stride", ctypes.c_int32),
     ]
 
 
@@ -59,14 +59,15 @@ class ExpertMemory:
         """Begin with no expert in memory.
 
         Args:
-            limit: bytes of experts in memory. A layer that needs more at once goes beyond it.
+            limit: bytes of experts in memory. Layers that need more at once go beyond it as long as
+                steps compute them.
             layers: number of the model's layers.
             experts: largest number of experts of a layer.
         """
         self._used = np.zeros((layers, experts), np.int64)
-        self._fresh = np.zeros(experts, np.int32)
+        self._holders = np.zeros((layers, experts), np.int32)
         self._struct = _ExpertMemory(
-            limit=limit, used=address(self._used), fresh=address(self._fresh), stride=experts
+            limit=limit, used=address(self._used), holders=address(self._holders), stride=experts
         )
 
     @property

@@ -15,7 +15,7 @@ struct LowRank {
 
 // The same fields, in the same order, as in native.py.
 struct LayerChanges {
-    LowRank q, k, v, o, gate, up, down;
+    LowRank q, k, v, o, gate, up, down, q_gate;
 };
 
 struct Adapter {

@@ -132,7 +132,7 @@ public:
 
 private:
     static constexpr int ROWS = 4;    // computed together
-    static constexpr int PLACES = 3;  // linear layers with the same input
+    static constexpr int PLACES = 4;  // linear layers with the same input
 
     // Rows of one span, one behind the other.
     struct Run {

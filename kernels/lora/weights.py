@@ -25,7 +25,7 @@ from edgellm.kernels.quantized import GROUP
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
 # Linear layers that an adapter may change, in the order of call.h.
-CHANGED = ("q", "k", "v", "o", "gate", "up", "down")
+CHANGED = ("q", "k", "v", "o", "gate", "up", "down", "q_gate")
 _RANKS = 4
 
 
@@ -101,6 +101,12 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
             digest.update(change.a.tobytes())
             digest.update(change.b.tobytes())
     return AdapterWeights(packed, digest.hexdigest())
+
+
+def packed_bytes(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Return the bytes of a packed change whose matrices have these shapes."""
+    rank = -(-a[0] // _RANKS) * _RANKS
+    return 2 * rank * (a[-1] + b[0])
 
 
 def rounded(values: Floats) -> Floats:

@@ -219,12 +219,15 @@ private:
         if (!layer.has_beside()) enter_layer(worker, l, layer.q);
         const int outputs = layer.mixed_outputs();
         const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
-            v{&layer, &edgellm::LayerChanges::v, 2};
-        b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
+            v{&layer, &edgellm::LayerChanges::v, 2}, gate{&layer, &edgellm::LayerChanges::q_gate, 3};
+        if (layer.output_gate.panels)
+            b_.adapters.shrink(worker, {q, k, v, gate}, model_.hidden);
+        else
+            b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
         multiply(worker, {{&layer.q, b_.mixed, q},
                           {&layer.k, b_.mixed + layer.q.outputs, k},
                           {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
-                          {&layer.output_gate, b_.mixed + layer.qkv_outputs()}},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float *qkv = b_.mixed + size_t(r) * outputs, *q = b_.q + size_t(r) * heads.width();
@@ -574,6 +577,7 @@ inline int32_t step(const edgellm::StepCall& call) {
     const Buffers buffers(call, places, call.workspace + (64 - before), bytes);
     Step job(call, places, buffers);
     edgellm::run_team(call.threads, job.phases(), [&](edgellm::Worker& worker) { job.run(worker); });
+    buffers.experts.leave(*call.model);
     return !job.stopped();
 }
 
@@ -617,6 +621,7 @@ inline void experts(const edgellm::ExpertsCall& call) {
         experts.run(worker, *call.model, call.layer, alone.x);
         worker.each(call.count, [&](int r) { experts.sum(layer, r, call.y + r * hidden, false); });
     });
+    experts.leave(*call.model);
 }
 
 inline size_t experts_workspace(const edgellm::ExpertsCall& call) {

@@ -70,6 +70,21 @@ def test_run_answers_with_an_adapter(cli: Cli, tiny_model: Path, folders: dict[s
         assert message in found.stderr
 
 
+def test_a_kept_prefix_is_of_an_adapter(
+    cli: Cli, tiny_model: Path, folders: dict[str, Path]
+) -> None:
+    lora = ("--lora", str(folders["one"]))
+    kept = ("cache", "add", "of-one", str(tiny_model), "--raw", "-c", "128", "-p", "ab")
+    assert cli(*kept, *lora).returncode == 0
+    asked = ("--cache", "of-one", "-p", "c", "-n", "6", "--temp", "0", "--no-stats", "-c", "128")
+    found = cli("run", str(tiny_model), *asked, *lora)
+    expected = answers(tiny_model, folders)["one"]
+    assert found.stdout.strip("\n") == expected.strip("\n"), found.stderr
+    missing = cli("run", str(tiny_model), *asked)
+    assert missing.returncode
+    assert "no prefix 'of-one' is kept" in missing.stderr
+
+
 def test_bench_measures_with_an_adapter(
     cli: Cli, tiny_model: Path, folders: dict[str, Path]
 ) -> None:

@@ -20,7 +20,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from edgellm.backends.selection import select
 from edgellm.cli.options import say_if_kernels_are_missing
+from edgellm.cli.progress import progress_bar
 from edgellm.options import EngineOptions
+from edgellm.progress import Progress
 from edgellm.store import sources
 from edgellm.store.bundle import open_bundle
 
@@ -152,7 +154,7 @@ def test_damaged_bundles_are_listed_and_deleted(
         (bundle_path / "int4" / "weights.bin").unlink()
     listed = cli("ls")
     assert listed.stdout == ""
-    assert f"{bundle_path.name}  damaged: " in listed.stderr
+    assert f"{bundle_path.name}  not usable: " in listed.stderr
     assert cli("rm", "other").returncode == 1
     assert cli("rm", str(tiny_model)).returncode == 0
     assert not bundle_path.exists()
@@ -208,6 +210,21 @@ def test_the_default_model_says_once_what_it_is_for(
     told = "is a model to try the program; it makes things up; `edgellm ls --available` lists"
     assert (told in first.stderr, told in second.stderr) == (True, False), first.stderr
     assert first.returncode == second.returncode == 0
+
+
+def test_a_log_has_a_line_about_long_work_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("edgellm.cli.progress.time.monotonic", lambda: clock[0])
+    with progress_bar() as show:
+        for done in range(1, 31):
+            clock[0] += 0.9
+            show(Progress(f"float32: segment {done - 1}", done, 30))
+    assert capsys.readouterr().err.splitlines() == [
+        "float32: segment 11 (12 of 30)",
+        "float32: segment 23 (24 of 30)",
+    ]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")

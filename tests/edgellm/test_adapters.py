@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from requirements import unavailable
 from tiny_adapters import ALPHA, Pairs, merged, pairs_of, write_gguf_adapter, write_peft
@@ -16,8 +17,10 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 
 from edgellm.backends.batch import Span
 from edgellm.batch import BatchRequest
+from edgellm.engine.adapters import adapter_bytes
 from edgellm.errors import (
     EdgeLLMError,
+    MemoryEstimateError,
     ModelFormatError,
     OptionError,
     SessionFileError,
@@ -26,8 +29,10 @@ from edgellm.errors import (
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
-from edgellm.llm import LLM, load
+from edgellm.llm import LLM, LoadArguments, load
 from edgellm.results import Completion
+from edgellm.serve.served import served_model
+from edgellm.session import Session
 
 pytestmark = pytest.mark.usefixtures("edgellm_home")
 PROMPT = [(7 * i) % 50 + 3 for i in range(BLOCK + 20)]
@@ -101,7 +106,9 @@ def judged_by_hooks(folder: Path, pairs: Pairs, tokens: list[int], scale: float)
     return result
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "gemma2", "glm4", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "phi3", "gemma2", "glm4", "lfm2", "qwen3_5_text", "gemma4_text"]
+)
 def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     """With `scale B A` added to the weights, and with hooks beside weights that stay."""
     import torch
@@ -110,7 +117,8 @@ def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     base, scale = tmp_path / "model", ALPHA / 8
     make(name, base, vocab_size=320)
     save_tokenizer(base)
-    pairs = pairs_of(base, rank=8, size=0.7, only=lambda module: ".conv." not in module)
+    others = (".conv.", ".linear_attn.", ".per_layer_")
+    pairs = pairs_of(base, rank=8, size=0.7, only=lambda m: not any(part in m for part in others))
     whole = AutoModelForCausalLM.from_pretrained(
         merged(base, tmp_path / "merged", pairs, scale=scale), dtype=torch.float32
     ).eval()
@@ -121,7 +129,8 @@ def test_computes_what_transformers_computes(tmp_path: Path, name: str) -> None:
     )
     adapter = write_peft(tmp_path / "adapter", pairs)
     with load(str(base), adapters={"it": adapter}, **{**SIZES, "ctx_size": 128}) as llm:
-        assert distance(rows_of(llm, "it"), expected) < 0.07
+        # rounding alone is 0.11 of the delta nets of Qwen3.5
+        assert distance(rows_of(llm, "it"), expected) < (0.12 if "qwen3_5" in name else 0.07)
         assert distance(rows_of(llm, None), expected) > 0.3
 
 
@@ -227,6 +236,36 @@ def test_sessions_have_an_adapter_and_answers_may_have_another(llm: LLM) -> None
         assert session.generate(adapter="one", **options).tokens == expected["one"]
         session.rewind(len(PROMPT))
         assert session.generate(**options).tokens == expected[None]
+
+
+def test_a_model_with_an_adapter_for_all_answers(
+    tiny_model: Path, adapters: dict[str, Path], llm: LLM, edgellm_home: Path
+) -> None:
+    """What a session or an answer says, also that there is none, goes over it."""
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    expected = {name: ask(llm, name).tokens[:8] for name in ("one", "two", None)}
+    with load(str(tiny_model), adapters=adapters, defaults={"adapter": "one"}, **SIZES) as one:
+
+        def answer(session: Session, **arguments: Any) -> tuple[int, ...]:
+            with session:
+                session.append(PROMPT)
+                return session.generate(**options, **arguments).tokens
+
+        assert one.generate(PROMPT, **options).tokens == expected["one"]
+        assert one.generate(PROMPT, adapter=None, **options).tokens == expected[None]
+        assert answer(one.session()) == expected["one"]
+        assert answer(one.session(), adapter="two") == expected["two"]
+        assert answer(one.session(), adapter=None) == expected[None]
+        for name in ("two", None):
+            assert answer(one.session(adapter=name)) == expected[name]
+            assert answer(one.session(adapter=name).fork()) == expected[name]
+        given = one.generation_options(**options)
+        assert answer(one.session(adapter="two"), options=given) == expected["one"]
+        with one.prefix("it", "a", adapter=None) as session:
+            session.replace(PROMPT)
+            assert session.generate(**options).tokens == expected[None]
+        with pytest.raises(TypeError, match="no option `adaptor`"):
+            one.session(adaptor="one")  # type: ignore[call-arg]
 
 
 def test_chats_keep_their_adapter(llm: LLM) -> None:
@@ -345,6 +384,29 @@ def test_embeddings_and_ranks_have_their_adapter(llm: LLM) -> None:
         for adapter in (None, "one")
     ]
     assert ranks[0] != ranks[1]
+
+
+def test_adapters_stand_in_the_estimate_of_memory(
+    llm: LLM, tiny_model: Path, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = [llm.engine.adapters.get(name) for name in adapters]
+    size = sum(each.weights.nbytes for each in loaded if each is not None)
+    assert llm.engine.memory.adapters == adapter_bytes(dict(adapters)) == size > 0
+    with load(str(tiny_model), **SIZES) as plain:
+        alone = plain.engine.memory
+    assert llm.engine.memory.models - alone.models == size
+    arguments: LoadArguments = {**SIZES}
+    given: LoadArguments = {**SIZES, "adapters": adapters}
+    models = [served_model(str(tiny_model), each) for each in (given, arguments)]
+    assert models[0].needed_bytes() - models[1].needed_bytes() == size
+    cards = [each.card() for each in models]
+    assert cards[0] is not None
+    assert cards[1] is not None
+    assert cards[0].memory_bytes - cards[1].memory_bytes == size
+    available = psutil.virtual_memory()._replace(available=alone.total)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    with pytest.raises(MemoryEstimateError, match="`adapters` "):
+        load(str(tiny_model), adapters=adapters, **SIZES)
 
 
 def test_adapters_need_the_native_kernels(tiny_model: Path, adapters: dict[str, Path]) -> None:

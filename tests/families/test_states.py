@@ -148,6 +148,40 @@ def test_a_session_goes_back_and_on(judged: Judged) -> None:
             same(answer, judged.scratch(prompt))
 
 
+@pytest.mark.parametrize("judged", CASES[:1], ids="-".join, indirect=True)
+def test_a_session_goes_back_to_the_end_of_a_turn(judged: Judged) -> None:
+    with judged.load() as llm, llm.session() as session:
+        for begin in (0, 150, 300):
+            session.append(TOKENS[begin : begin + 20])
+            session.generate(**GREEDY)
+        session.rewind(28 - 1)  # the last token of an answer is not computed
+        session.append(TOKENS[400:410])
+        prompt = list(session.tokens)
+        answer = session.generate(**GREEDY)
+        assert answer.stats.cached_tokens == 27
+        same(answer, judged.scratch(prompt))
+
+
+@pytest.mark.parametrize("judged", [CASES[0], CASES[4]], ids="-".join, indirect=True)
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
+def test_large_states_are_kept_at_few_places(
+    judged: Judged, scheduling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each second block, at the end of a prompt's last one, and of the answer."""
+    monkeypatch.setattr("edgellm.cache.groups.snapshot_interval", lambda _: 2)
+    with judged.load(scheduling=scheduling, time_target_ms=1.0) as llm:
+        first = llm.generate(TOKENS[:430], **GREEDY)
+        for prompt, cached in (
+            (TOKENS[:430], 3 * BLOCK),
+            (TOKENS[:300], 2 * BLOCK),
+            (TOKENS[:250], 0),
+            ([*TOKENS[:430], *first.tokens, 7], 437),
+        ):
+            answer = llm.generate(prompt, **GREEDY)
+            assert answer.stats.cached_tokens == cached
+            same(answer, judged.scratch(prompt))
+
+
 def test_forks_and_saved_sessions(judged: Judged, tmp_path: Path) -> None:
     with judged.load() as llm, llm.session() as session:
         session.append(TOKENS[:150])

@@ -34,14 +34,11 @@ from edgellm.graphs.tensors import model_tensors
 
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen3_moe_mixed", "olmoe", "granitemoe"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
+    *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"),
+    *("granitemoehybrid_experts", "granitemoehybrid_mamba"),
 )
-# Adapters of these are refused, or their layers without states were not tried.
-NOT_READ = tuple(
-    name
-    for name in FAMILIES
-    if name.startswith(("gemma4", "qwen3_5", "qwen3_next", "granitemoehybrid_", "falcon_h1"))
-)
+# Adapters of these are refused.
+NOT_READ = tuple(name for name in FAMILIES if name.startswith(("qwen3_next", "falcon_h1")))
 
 
 def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> None:
@@ -63,12 +60,16 @@ def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> N
 def parts_of(config: ModelConfig, pairs: Pairs) -> int:
     """Linear layers that the adapter changes: those of a fused matrix count one by one."""
     fused = {"qkv_proj": 3, "gate_up_proj": 2, "input_linear": 2}
+    if config.model_type.startswith("qwen3_5"):
+        fused["q_proj"] = 2  # and the gate of attention's outputs
     return sum(fused.get(name.rpartition(".")[2], 1) for name in pairs)
 
 
 def changeable(name: str) -> Callable[[str], bool]:
     """Modules that an adapter can change: no experts, and no mixers with states."""
-    return attention_only if name in MIXTURES else lambda module: ".conv." not in module
+    others = (".conv.", ".linear_attn.", ".mamba.", ".per_layer_")
+    wanted = attention_only if name in MIXTURES else lambda _: True
+    return lambda module: wanted(module) and not any(part in module for part in others)
 
 
 @pytest.fixture
@@ -88,9 +89,7 @@ def test_folders_of_peft_change_what_merging_changes(tmp_path: Path, name: str) 
     assert_changes(adapter, base, whole, changed=count)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FILES if name not in ("olmo3", "mixtral", *NOT_READ)]
-)
+@pytest.mark.parametrize("name", [name for name in FILES if name not in ("olmo3", "mixtral")])
 def test_gguf_adapters_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     """Those of a folder's model too, whose rows of Q and K are in another order."""
     arch, keys, changes = FILES[name]
@@ -225,7 +224,9 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     base = tmp_path / "model"
     make("olmoe", base)
     pairs = pairs_of(base, only=lambda name: "experts.1." in name)
-    assert "(an expert's matrix)" in refused(write_peft(tmp_path / "adapter", pairs), base)
+    assert "which is a matrix of an expert;" in refused(
+        write_peft(tmp_path / "adapter", pairs), base
+    )
 
 
 @pytest.mark.parametrize("part", ["in_proj", "out_proj"])
@@ -233,7 +234,18 @@ def test_mixers_with_states_are_refused(tmp_path: Path, part: str) -> None:
     base = tmp_path / "model"
     make("lfm2", base)
     pairs = pairs_of(base, only=lambda name: f".conv.{part}" in name)
-    assert "(a mixer's matrix)" in refused(write_peft(tmp_path / "adapter", pairs), base)
+    assert "which is a matrix of a mixer with a state;" in refused(
+        write_peft(tmp_path / "adapter", pairs), base
+    )
+
+
+def test_what_is_neither_attention_nor_mlp_is_refused(tmp_path: Path) -> None:
+    """By the name of the matrix, and not of a setting that no adapter has."""
+    base = tmp_path / "model"
+    make("gemma4_text", base)
+    pairs = pairs_of(base, only=lambda name: "per_layer_projection" in name)
+    message = refused(write_peft(tmp_path / "adapter", pairs), base)
+    assert "changes model.layers.0.per_layer_projection.weight, which is neither" in message
 
 
 def test_damaged_files_are_refused(tmp_path: Path, model: Path) -> None:

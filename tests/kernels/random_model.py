@@ -169,7 +169,7 @@ class Model:
         shape, here, prefix = self.shape, self.shape.of(index), f"layers.{index}."
         first = shape.layers - shape.shared
         if index >= first:
-            step = 2 if shape.mixed else 1
+            step = 2 if shape.mixed or shape.hybrid else 1
             return {"kv_from": max(own for own in range(first) if (index - own) % step == 0)}
         size = here.kv_heads * here.head_dim
         k = self._linear(prefix + "k", size, shape.hidden)

@@ -210,6 +210,23 @@ def test_a_state_may_be_written_where_it_was_read(
     np.testing.assert_array_equal(state, last)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.usefixtures("poisoned")
+def test_any_of_several_states_may_be_written_where_it_was_read(
+    compiled: ctypes.CDLL, net: DeltaNetWeights, place: int
+) -> None:
+    """Those behind it take the inputs before their rows from it, and not from what it was."""
+    ends, inputs = (1, 2, 3), rows_of(net, 3)
+    right, expected = run(compiled, net, inputs, state_of(net), ends)
+    found = [np.empty(net.state_size, np.float32) for _ in ends]
+    state = found[place] = state_of(net)
+    span = StateRows(state, list(zip(ends, found, strict=True)))
+    out = delta_net(compiled, net, inputs, EPSILON, [span], threads=2)
+    np.testing.assert_array_equal(out, right)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

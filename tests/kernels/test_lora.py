@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_shapes import EXPERTS, PARTS, SHAPES, UNEVEN, Shape
+from model_shapes import EXPERTS, PARTS, SHAPES, UNEVEN, Parts, Shape
 from random_model import Model, span_of
 
 from edgellm.kernels.kv_blocks import KVBlocks, allocate
@@ -24,6 +24,7 @@ LAYERS = {
     "olmo2": PARTS["olmo2"],
     "uneven heads": UNEVEN["heads"],
     "experts": EXPERTS["every second layer"],
+    "output gate": Shape(4, 2, 32, layers=2, parts=Parts(qk_norm="head", output_gate=True)),
 }
 
 
@@ -87,7 +88,7 @@ def reference_of(name: str, rank: int) -> tuple[Model, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"), list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5), strict=True)), ids=str
+    ("name", "rank"), list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5, 12), strict=True)), ids=str
 )
 @pytest.mark.usefixtures("poisoned")
 def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> None:
@@ -106,7 +107,7 @@ def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> N
 
 def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes.CDLL) -> None:
     """One at a time, so that none stands in for another."""
-    model = Model(Shape(4, 2, 32, layers=2))
+    model = Model(Shape(4, 2, 32, layers=2, parts=Parts(output_gate=True)))
     for part in CHANGED:
         changes = changes_of(model, 4, parts=(part,), size=1.0)
         expected, _ = reference.forward(
@@ -124,7 +125,8 @@ def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("everything", "f32"), ("uneven heads", "int8"), ("experts", "int8")]
+    ("name", "format"),
+    [("everything", "f32"), ("uneven heads", "int8"), ("experts", "int8"), ("output gate", "int8")],
 )
 def test_cuts_and_threads_make_no_difference(compiled: ctypes.CDLL, name: str, format: str) -> None:
     model = Model(LAYERS[name])

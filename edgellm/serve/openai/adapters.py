@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from edgellm.errors import EdgeLLMError
 from edgellm.serve.adapters import ServedAdapter
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.streaming import BodyReply, Reply
+from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
 
 
@@ -21,13 +23,30 @@ async def load_adapter(call: Call) -> Reply:
         raise RequestError(
             "invalid_request", f"the name {name[:100]!r} is taken", param="lora_name"
         )
-    async with pool.use(model) as llm:
+    # a client that goes away leaves no adapter that is in memory and not served
+    adding = asyncio.create_task(_add(pool, name, ServedAdapter(model, path)))
+    adding.add_done_callback(_retrieved)
+    await asyncio.shield(adding)
+    return _said(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def _add(pool: ModelPool, name: str, adapter: ServedAdapter) -> None:
+    """Load an adapter, and serve it.
+
+    Raises:
+        RequestError: it cannot be loaded.
+    """
+    async with pool.use(adapter.model) as llm:
         try:
-            await asyncio.to_thread(llm.load_adapter, name, path)
+            await asyncio.to_thread(llm.load_adapter, name, adapter.path)
         except EdgeLLMError as error:
             raise RequestError("invalid_request", str(error), param="lora_path") from None
-        pool.adapters.add(name, ServedAdapter(model, path))
-    return _said(f"Success: LoRA adapter '{name}' added successfully.")
+        pool.adapters.add(name, adapter)
+
+
+def _retrieved(adding: asyncio.Task[None]) -> None:
+    with suppress(asyncio.CancelledError):
+        adding.exception()  # the client may be gone
 
 
 async def unload_adapter(call: Call) -> Reply:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pydantic", reason="pydantic comes with Ray")
 
 from edgellm.ray import Arguments
+from edgellm.serve.served import served_model
 
 
 def test_texts_of_a_command_line() -> None:
@@ -32,6 +33,15 @@ def test_what_is_in_a_config_file() -> None:
     assert arguments.serve_options.metrics
 
 
+def test_adapters_are_those_of_the_replicas_that_answer() -> None:
+    arguments = Arguments(threads=1, adapters={"tone": "tone/", "style": ["style.gguf", 0.5]})
+    expected = {"tone": "tone/", "style": ("style.gguf", 0.5)}
+    assert arguments.load_arguments == {"threads": 1, "adapters": expected}
+    assert arguments.engine_arguments == {"threads": 1}
+    model = served_model(arguments.model, arguments.load_arguments)
+    assert model.adapters == expected
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -41,6 +51,7 @@ def test_what_is_in_a_config_file() -> None:
         ({"threads": 1, "engine": {"threads": 2}}, "stands beside it"),
         ({"threads": 1, "engine": {"ctx": 2}}, "`engine` has ctx; allowed are .*ctx_size"),
         ({"threads": 1, "engine": {"kv_format": "int3"}}, "int8"),
+        ({"threads": 1, "adapters": {"tone": 1}}, "adapters.tone"),
         ({"threads": 1, "server": {"port": 1}}, "`server` has port"),
         ({"threads": 1, "server": {"host": "0.0.0.0"}}, "api_keys"),
     ],

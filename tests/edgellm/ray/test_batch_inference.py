@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_adapters import pairs_of, write_peft
 
 from edgellm.backends import thread_pool
 from edgellm.errors import OptionError
@@ -78,6 +79,20 @@ def test_columns_have_the_names_that_one_gives_them(tiny_model: Path) -> None:
     with pytest.raises(OptionError, match="'prompt', 'id'"):
         actor(rows("hello"))
     assert len(actor(rows(name="text"))["reply"]) == 0
+
+
+def test_rows_are_answered_with_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    folder = write_peft(tmp_path / "it", pairs_of(tiny_model, size=1.0))
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    actor = BatchInference(
+        str(tiny_model),
+        threads=THREADS,
+        adapters={"it": folder},
+        generation={**options, "adapter": "it"},
+    )
+    with load(str(tiny_model), adapters={"it": folder}) as llm:
+        expected = [llm.generate("ab", adapter=name, **options).text for name in ("it", None)]
+    assert actor(rows("ab"))["answer"][0] == expected[0] != expected[1]
 
 
 def test_conversations(smollm2: Bundle) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +21,9 @@ from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
 from edgellm.serve.adapters import ServedAdapter
+from edgellm.serve.http.fields import Fields
+from edgellm.serve.openai.adapters import load_adapter as add_adapter
+from edgellm.serve.openai.adapters import unload_adapter
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SIZES: dict[str, Any] = {"ctx_size": 8 * BLOCK, "cache_size": 32 * BLOCK}
@@ -181,6 +187,41 @@ def test_adapters_come_and_go(adapted: Running, folders: dict[str, Path]) -> Non
     assert adapted.post(unload_path, {"lora_name": "late"}).status_code == 200
     assert adapted.post(unload_path, {"lora_name": "late"}).status_code == 404
     assert adapted.post("/v1/completions", {"model": "late", "prompt": "a"}).status_code == 404
+
+
+def test_an_adapter_whose_client_goes_away_is_served(
+    llm: LLM, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in memory alone: neither served, nor free to be added or dropped."""
+    pool, loading, ready = pool_of(llm, folders), threading.Event(), threading.Event()
+    load_adapter = LLM.load_adapter
+
+    def slowly(self: LLM, name: str, path: Path) -> None:
+        loading.set()
+        assert ready.wait(60)
+        load_adapter(self, name, path)
+
+    async def run() -> tuple[list[str], list[str]]:
+        monkeypatch.setattr(LLM, "load_adapter", slowly)
+        call: Any = SimpleNamespace(
+            answering=SimpleNamespace(pool=pool), fields=lambda: asyncio.sleep(0, fields)
+        )
+        client = asyncio.create_task(add_adapter(call))
+        await asyncio.to_thread(loading.wait, 60)
+        client.cancel()
+        with suppress(asyncio.CancelledError):
+            await client
+        ready.set()
+        await asyncio.to_thread(until, lambda: "late" in pool.adapters.all)
+        names = list(pool.adapters.all), list(llm.adapters)
+        await unload_adapter(call)
+        return names
+
+    monkeypatch.setattr(pool.adapters, "check_managed", lambda: None)
+    fields = Fields({"lora_name": "late", "lora_path": str(folders["late"])})
+    served, loaded = asyncio.run(run())
+    assert served == loaded == ["one", "two", "late"]
+    assert llm.adapters == ["one", "two"]
 
 
 def test_answers_on_their_way_outlive_their_adapter(
