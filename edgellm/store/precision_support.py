@@ -74,7 +74,6 @@ PARTS = (
     Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
     Part("factors of experts", _routing(lambda x: x.scaled), _GPU),
     Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
-    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
     Part("a clamped SwiGLU", _layer(_is_clamped), _GPU),
     Part(
         "a clamped SwiGLU without experts",
@@ -82,6 +81,7 @@ PARTS = (
         (*_BESIDE_HOST, *_ALONE),
     ),
     Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
+    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),

@@ -46,18 +46,21 @@ _FACTORS = {
 _MLP, _MAMBA = "mlp_multipliers", "ssm_multipliers"
 _MAMBA_IN = "ssm_in_multiplier"
 _LISTS = {_MLP: 2, _MAMBA: 5}
+_NUMBERS = {*sum(_FACTORS.values(), ()), _MAMBA_IN, "embedding_multiplier"}
+# Set where the config is read: an adapter's fold, which has no config, must not take them.
+_ONES = {**dict.fromkeys(_NUMBERS, 1.0), **{key: [1.0] * n for key, n in _LISTS.items()}}
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    fields.assume(_DEFAULTS)
+    fields.assume(_DEFAULTS | _ONES)
     for key in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
         fields.require(key, False)
     # transformers writes the infinite number as a dictionary
     fields.require("time_step_limit", [0.0, math.inf], [0.0, {"__float__": "Infinity"}])
     # speed alone; there is always an MLP
     fields.ignore("mamba_chunk_size", "mamba_use_mlp", "num_logits_to_keep")
-    for key in {*sum(_FACTORS.values(), ()), _MAMBA_IN}:
-        fields.positive(key, default=1.0)
+    for key in _NUMBERS:
+        fields.positive(key)
     for key in _LISTS:
         _multipliers(fields, key)
     config = llama.config_from_hf(fields)
@@ -70,7 +73,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     if normed:
         fields.require("mamba_norm_before_gate", False)
     fields.ignore("mamba_norm_before_gate")
-    scale = fields.positive("embedding_multiplier", default=1.0)
+    scale = fields.positive("embedding_multiplier")
     return replace(_both(config, replace(mamba, gate_norm=normed)), embedding_scale=scale)
 
 
@@ -88,9 +91,9 @@ def _both(config: ModelConfig, mamba: Mamba2) -> ModelConfig:
 
 
 def _multipliers(fields: Fields, key: str) -> list[float]:
-    """Read a list of factors; without it they are 1."""
+    """Read a list of factors."""
     count = _LISTS[key]
-    values = fields.optional(list, key) or [1.0] * count
+    values = fields.read(list, key)
     if len(values) != count or not all(
         isinstance(x, int | float) and math.isfinite(x) and x > 0 for x in values
     ):
@@ -104,11 +107,11 @@ def _fold_hf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
     part = name.rpartition(".")[2]
     factor: float | np.ndarray = 1.0
     if part in _FACTORS:
-        factor = math.prod(fields.positive(key, default=1.0) for key in _FACTORS[part])
+        factor = math.prod(fields.positive(key) for key in _FACTORS[part])
     elif part in ("gate", "down"):
         factor = _multipliers(fields, _MLP)[part == "down"]
     elif part == "mamba_in":
-        factor = fields.positive(_MAMBA_IN, default=1.0) * _of_rows(fields, tensor.shape[0])
+        factor = fields.positive(_MAMBA_IN) * _of_rows(fields, tensor.shape[0])
     else:
         return granitemoehybrid.mamba_of_hf(name, tensor)
     if np.all(factor == 1):

@@ -310,18 +310,18 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_next": (
         "Qwen3Next",
         {
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 2,
+            "layer_types": ["linear_attention", "full_attention"],
             "head_dim": 32,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
+            "linear_key_head_dim": 32,
             "linear_value_head_dim": 32,
             "num_experts": 5,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 32,
             "shared_expert_intermediate_size": 64,
-            "mlp_only_layers": [2],
+            "mlp_only_layers": [1],
         },
     ),
     "qwen3_moe": (

@@ -200,9 +200,9 @@ def qwen35moe(w: gguf.GGUFWriter) -> None:
 
 def qwen3next(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count(8)
-    w.add_array("qwen3next.attention.recurrent_layers", [True, False, True])
+    w.add_array("qwen3next.attention.recurrent_layers", [True, False])
     w.add_expert_shared_feed_forward_length(64)
-    _delta_sizes(w, key_heads=2, value_heads=4, key_dim=16, value_dim=32, taps=4)
+    _delta_sizes(w, key_heads=2, value_heads=4, key_dim=32, value_dim=32, taps=4)
 
 
 def _delta_sizes(

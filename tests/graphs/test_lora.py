@@ -35,10 +35,10 @@ from edgellm.graphs.tensors import model_tensors
 MIXTURES = (
     *("mixtral", "qwen3_moe", "qwen3_moe_mixed", "olmoe", "granitemoe"),
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"),
-    *("granitemoehybrid_experts", "granitemoehybrid_mamba"),
+    *("granitemoehybrid_experts", "granitemoehybrid_mamba", "qwen3_next", "gemma4_experts"),
 )
-# Adapters of these are refused.
-NOT_READ = tuple(name for name in FAMILIES if name.startswith(("qwen3_next", "falcon_h1")))
+# Folders of adapters of these are refused: factors of the model are in its config alone.
+NOT_READ = tuple(name for name in FAMILIES if name.startswith("falcon_h1"))
 
 
 def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> None:
@@ -60,7 +60,7 @@ def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> N
 def parts_of(config: ModelConfig, pairs: Pairs) -> int:
     """Linear layers that the adapter changes: those of a fused matrix count one by one."""
     fused = {"qkv_proj": 3, "gate_up_proj": 2, "input_linear": 2}
-    if config.model_type.startswith("qwen3_5"):
+    if config.model_type.startswith(("qwen3_5", "qwen3_next")):
         fused["q_proj"] = 2  # and the gate of attention's outputs
     return sum(fused.get(name.rpartition(".")[2], 1) for name in pairs)
 
@@ -87,6 +87,15 @@ def test_folders_of_peft_change_what_merging_changes(tmp_path: Path, name: str) 
     adapter = write_peft(tmp_path / "adapter", pairs)
     count = parts_of(open_checkpoint(base).config, pairs)
     assert_changes(adapter, base, whole, changed=count)
+
+
+def test_factors_that_an_adapter_does_not_know_are_not_taken_for_one(tmp_path: Path) -> None:
+    make("falcon_h1", tmp_path / "model")
+    pairs = pairs_of(tmp_path / "model", only=lambda name: ".k_proj" in name)
+    adapter = open_adapter(write_peft(tmp_path / "adapter", pairs))
+    words = "settings of the model, which an adapter's file has not.*multiplier"
+    with pytest.raises(ModelFormatError, match=words):
+        changes_of(adapter, open_checkpoint(tmp_path / "model").config)
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in ("olmo3", "mixtral")])
