@@ -221,7 +221,7 @@ def test_any_of_several_states_may_be_written_where_it_was_read(
     found = [np.empty(net.state_size, np.float32) for _ in ends]
     state = found[place] = state_of(net)
     span = StateRows(state, list(zip(ends, found, strict=True)))
-    out = delta_net(compiled, net, inputs, EPSILON, [span], threads=2)
+    out = mixed(compiled, net, inputs, [span], threads=2)
     np.testing.assert_array_equal(out, right)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)

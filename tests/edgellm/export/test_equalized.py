@@ -41,6 +41,7 @@ class Memory:
     config: ModelConfig
     tensors: Mapping[str, Tensor]
     path: Path = Path("memory")
+    mtp: None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def tensor(self, name: str) -> Tensor:
