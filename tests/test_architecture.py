@@ -103,6 +103,18 @@ def test_imports_run_one_way(folder: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_tests_of_kernels_need_no_runtime() -> None:
+    """So they run with sanitizers and in an emulator, where only `.ci/kernel_copy`'s copy is."""
+    copied = ("edgellm.kernels", "edgellm.quantize", "edgellm.errors")
+    wrong = [
+        f"{path.name}:{line}: {module}"
+        for path in (ROOT / "tests" / "kernels").glob("*.py")
+        for line, module in imported_modules(path)
+        if module.startswith("edgellm.") and not module.startswith(copied)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Not for types either: what one file is made of can be read without the other."""
     files = {
