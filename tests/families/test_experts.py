@@ -35,7 +35,17 @@ NAMES = (
     *("qwen2_moe", "glm4_moe", "gpt_oss"),
 )
 CASES = [(name, form) for name in NAMES for form in ("folder", "Q8_0")]
+CASES.remove(("qwen3_moe_mixed", "Q8_0"))
 CASES.append(("gemma4_experts", "Q8_0"))
+# The others are tried with the slow tests: they take two minutes of two cores.
+QUICK = (
+    *(("qwen3_moe_mixed", "folder"), ("olmoe", "Q8_0"), ("glm4_moe", "Q8_0")),
+    *(("gpt_oss", "folder"), ("gemma4_experts", "Q8_0")),
+)
+PARAMS = [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id=str(case))
+    for case in CASES
+]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 300).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
 
@@ -47,9 +57,7 @@ class Judged:
     source: str
 
 
-@pytest.fixture(
-    scope="module", params=[case for case in CASES if case != ("qwen3_moe_mixed", "Q8_0")], ids=str
-)
+@pytest.fixture(scope="module", params=PARAMS)
 def judged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Judged]:

@@ -43,6 +43,12 @@ CASES = [
     *(("granitemoehybrid_mamba", "Q8_0"), ("qwen3_5_text", "folder")),
     *(("qwen3_5_text_even", "Q8_0"), ("falcon_h1", "folder")),
 ]
+# The others are tried with the slow tests: they take a minute of two cores.
+QUICK = (("lfm2", "folder"), ("granitemoehybrid_mamba", "Q8_0"), ("qwen3_5_text", "folder"))
+PARAMS = [
+    pytest.param(case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case))
+    for case in CASES
+]
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 500).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 # The largest error of a logit, over the largest logit: without a tap it is 0.2 or more.
@@ -65,7 +71,7 @@ class Judged:
             return llm.generate(list(prompt), **(GREEDY | changes))
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=PARAMS)
 def judged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Judged:
     name, form = request.param
     folder = tmp_path_factory.mktemp(name)
