@@ -86,7 +86,8 @@ class HostAttention:
         )
         attended = attended.reshape(len(qkv), -1)
         if attention.output_gate:
-            attended = attended / (1 + np.exp(-qkv[:, attention.qkv_size :]))
+            # the logistic function without an exponential that overflows
+            attended = attended * (0.5 + 0.5 * np.tanh(0.5 * qkv[:, attention.qkv_size :]))
         return attended
 
 

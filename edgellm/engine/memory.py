@@ -150,8 +150,8 @@ def check_fits(needed: MemoryEstimate) -> None:
         beside = {"draft": needed.draft, "adapters": needed.adapters}
         parts = [f", `{name}` {_mib(size)}" for name, size in beside.items() if size]
         others = [f", or leave out `{name}`" for name, size in beside.items() if size]
-        if needed.draft:
-            others.append(" (`draft` none: the model's own head stays out too)")
+        if needed.draft:  # the model's own head is there without being asked for
+            others[0] += " (a head of the model's own: `draft` none)"
         raise MemoryEstimateError(
             f"about {_mib(needed.total)} MiB would be needed (weights {_mib(needed.weights)}, KV "
             f"cache {_mib(needed.kv_cache)}{''.join(parts)}), but {_mib(available)} MiB are "
