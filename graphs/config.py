@@ -28,8 +28,16 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "v_norm": False,
         "k_as_v": False,
         "kv_from": None,
+        "latent": None,
     },
-    "experts": {"scores": "softmax", "bias": False, "selection_bias": False, "scaled": False},
+    "experts": {
+        "scores": "softmax",
+        "bias": False,
+        "selection_bias": False,
+        "scaled": False,
+        "groups": 1,
+        "used_groups": 1,
+    },
     "shared": {"beside": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).

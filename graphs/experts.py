@@ -17,6 +17,8 @@ from edgellm.kernels.experts import Routing, Scores
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 # Keys for the number of experts in config.json; transformers writes one of them.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Fields of `Routing` for groups of experts, and their keys in config.json.
+GROUPS = {"groups": "n_group", "used_groups": "topk_group"}
 # Keys for the size of the shared experts in GGUF files: of all of them, or their number.
 _SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 
@@ -101,8 +103,6 @@ def experts_from_gguf(
             "April 2024; take a newer file of the model"
         )
     fields.require("expert_gating_func", 0, _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        fields.require(key, 0, 1)
     kind = fields.optional(int, "expert_gating_func")
     said = fields.optional(bool, "expert_weights_norm")
     dense = fields.optional(int, "leading_dense_block_count") or 0
@@ -116,6 +116,8 @@ def experts_from_gguf(
         scores="sigmoid" if kind == _SIGMOID else "softmax" if kind else scores,
         bias=f"{of_last}ffn_gate_inp.bias" in header.tensors,
         selection_bias=selection_bias,
+        groups=fields.optional(int, "expert_group_count") or 1,
+        used_groups=fields.optional(int, "expert_group_used_count") or 1,
     )
     size = fields.optional(int, "expert_feed_forward_length")
     return with_experts(

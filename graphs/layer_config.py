@@ -7,7 +7,7 @@ weights around one, scaled residuals), and have no field here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -31,9 +31,14 @@ _LARGEST = {
     "value_heads": 1 << 12,
     "key_dim": 1 << 12,
     "value_dim": 1 << 12,
+    "rank": 1 << 12,
+    "query_rank": 1 << 14,
+    "key": 1 << 12,
+    "value": 1 << 12,
 }
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
+_GROUP = 32
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -67,6 +72,42 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latents in place of K and V: one vector of a token, of which those of all heads are made
+    (multi-head latent attention, arXiv:2405.04434).
+
+    Attributes:
+        rank: width of the latent, which is normalized.
+        key: numbers of a head's query and key that RoPE does not turn.
+        value: numbers of a head's value.
+        query_rank: width of the normalized vector that queries are made of; None: they are made of
+            the row itself.
+        norm_eps: number added to the mean squares of these norms.
+    """
+
+    rank: int
+    key: int
+    value: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_sizes(self, _LARGEST)
+        for name in ("rank", "key", "query_rank"):
+            width = getattr(self, name)
+            if width is not None and width % _GROUP:
+                raise UnsupportedModelError(
+                    f"model config: {name} of latent attention is {width}; weights are quantized "
+                    f"in groups of {_GROUP}, so it must be a multiple of {_GROUP}"
+                )
+        if self.value % 16:
+            raise UnsupportedModelError(
+                f"model config: heads have values of {self.value} numbers in latent attention; it "
+                "must be a multiple of 16"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Attention:
     """Softmax attention over the KV cache, with `heads / kv_heads` queries for each key.
 
@@ -87,6 +128,8 @@ class Attention:
             its own before the output projection.
         sinks: whether each head has a score without key and value in its softmax
             (Xiao et al., arXiv:2309.17453).
+        latent: latents in place of K and V; None: there are none. All heads share one key then, of
+            which RoPE turns a part of the width `head_dim`, and the rest is the latent.
     """
 
     heads: int
@@ -104,6 +147,7 @@ class Attention:
     kv_from: int | None = None
     output_gate: bool = False
     sinks: bool = False
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -126,15 +170,42 @@ class Attention:
             raise UnsupportedModelError(
                 f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
             )
+        if self.latent is not None:
+            self._check_latent()
         for name in ("scale", "softcap"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
 
+    def _check_latent(self) -> None:
+        plain = Attention(
+            heads=self.heads,
+            kv_heads=1,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            scale=self.scale,
+            output_bias=self.output_bias,
+        )
+        if self.scale is None or replace(self, latent=None) != plain:
+            raise UnsupportedModelError(
+                "model config: latent attention with biases, norms, windows, caps, gates or sinks; "
+                "supported is one key for all heads, with a scale of the scores and none of these"
+            )
+
     @property
     def size(self) -> int:
-        """Width of the attention output, `heads * head_dim`."""
-        return self.heads * self.head_dim
+        """Width of the attention output, `heads * head_dim` without latents."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * (self.head_dim + (0 if self.latent is None else self.latent.key))
+
+    @property
+    def value_size(self) -> int:
+        """Width of a token's V in the cache, or of its latent."""
+        return self.kv_size if self.latent is None else self.latent.rank
 
     @property
     def kv_size(self) -> int:
@@ -143,7 +214,7 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Width of all query heads, then K, then V."""
-        return self.size + 2 * self.kv_size
+        return self.query_size + self.kv_size + self.value_size
 
     @property
     def inputs(self) -> int:
@@ -417,6 +488,13 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
     if experts.used > experts.experts:
         raise ModelFormatError(
             f"model config: a token uses {experts.used} experts of {experts.experts}"
+        )
+    check_sizes(experts, {"groups": experts.experts, "used_groups": experts.groups})
+    in_group, rest = divmod(experts.experts, experts.groups)
+    if rest or experts.used > in_group * experts.used_groups or (experts.groups > 1 and in_group < 2):
+        raise ModelFormatError(
+            f"model config: a token uses {experts.used} experts of {experts.used_groups} of "
+            f"{experts.groups} groups of {experts.experts} experts"
         )
     if not (math.isfinite(experts.scale) and experts.scale > 0):
         raise ModelFormatError(

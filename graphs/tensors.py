@@ -73,6 +73,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     divides by) comes before the router, experts_norm [E] before the gate, and shared_post_norm and
     experts_post_norm [E] come last. expert_scale [X] has factors of the experts' shares.
     A Mamba-2 beside attention comes behind it, and its output projection is mamba_o.
+    Where K and V are made of latents, q has rows of what RoPE turns, then of the rest of each head
+    [H*(D+key), E], k is what the keys of all heads share [D, E], and v gives the latent [rank, E].
+    In place of q there may be q_down [R, E], its norm q_down_norm [R], and q_up [H*(D+key), R].
+    Behind them come latent_norm [rank], key_up [H*rank, key], value_up [H*value, rank], by heads.
     Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
@@ -117,13 +121,21 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[Ten
 
 
 def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
-    widths = {"q": attention.size}
+    latent, widths = attention.latent, {"q": attention.query_size}
     if attention.kv_from is None:
         widths["k"] = attention.kv_size
         if not attention.k_as_v:
-            widths["v"] = attention.kv_size
+            widths["v"] = attention.value_size
+    if latent is not None and latent.query_rank is not None:
+        yield TensorSpec("q_down", (latent.query_rank, e), "linear")
+        yield TensorSpec("q_down_norm", (latent.query_rank,), "vector")
+        yield TensorSpec("q_up", (widths.pop("q"), latent.query_rank), "linear")
     for name, width in widths.items():
         yield from _linear(name, width, e, bias=attention.qkv_bias)
+    if latent is not None:
+        yield TensorSpec("latent_norm", (latent.rank,), "vector")
+        yield TensorSpec("key_up", (attention.heads * latent.rank, latent.key), "linear")
+        yield TensorSpec("value_up", (attention.size, latent.rank), "linear")
     if attention.qk_norm != "none":
         whole = attention.qk_norm == "width"
         for name in ("q", "k") if "k" in widths else ("q",):

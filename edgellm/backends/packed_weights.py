@@ -17,6 +17,7 @@ from edgellm.graphs.mtp import mtp_config, mtp_tensors
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights, first_rows
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
@@ -95,9 +96,21 @@ def _model(bundle: Bundle) -> _Mapped:
     return _Mapped(bundle, config, bundle.precision(PACKED), model_tensors(config))
 
 
-def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
+def _attention(mixer: Attention, parts: dict[str, Any]) -> dict[str, Any]:
     names = ("heads", "rope", "window", "scale", "softcap", "kv_from")
-    return {name: getattr(mixer, name) for name in names}
+    values = {name: getattr(mixer, name) for name in names}
+    if mixer.latent is None:
+        return values
+    if "q_up" in parts:
+        parts["q"] = parts.pop("q_up")
+    latent = LatentWeights(
+        **{name: parts.pop(name) for name in ("key_up", "value_up")},
+        norm=parts.pop("latent_norm"),
+        query_down=parts.pop("q_down", None),
+        query_norm=parts.pop("q_down_norm", None),
+        epsilon=mixer.latent.norm_eps,
+    )
+    return {**values, "latent": latent}
 
 
 def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:

@@ -412,5 +412,6 @@ def _allocate(
         layers=len(layers),
         kv_heads=group.kv_heads,
         head_dim=group.head_dim,
+        latent=group.latent,
         key_offset=offset,
     )

@@ -60,7 +60,7 @@ class EqualizedCheckpoint:
         index = int(layer.split(".")[1])
         attention = self.config.layers[index].attention
         kind = attention.qk_norm
-        if part not in (_PROJECTIONS if kind == "none" else _NORMS):
+        if attention.latent is not None or part not in (_PROJECTIONS if kind == "none" else _NORMS):
             return tensor
         exponents = self._basis.exponents[index]
         if part.startswith("k"):
@@ -110,6 +110,8 @@ def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
         there = config.attentions.get(layer)
         if there is None:
             exponents.append(none.astype(np.int8))
+        elif there.latent is not None:  # what RoPE turns of its keys is small
+            exponents.append(np.zeros((1, len(config.rope_of(layer).inv_freq)), np.int8))
         elif there.kv_from is not None:  # Q meets the keys of that layer
             exponents.append(exponents[there.kv_from])
         else:

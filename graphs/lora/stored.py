@@ -146,8 +146,12 @@ def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
     """
     if spec.experts is not None:
         part = "a matrix of an expert"
-    elif not layer.attends and spec.name not in ("gate", "up", "down"):
+    elif spec.name in ("gate", "up", "down"):
+        return
+    elif not layer.attends:
         part = "a matrix of a mixer with a state"
+    elif layer.attention.latent is not None:
+        part = "a matrix of attention over latents"
     elif spec.name not in CHANGED:
         part = "neither of attention nor of the MLP"
     else:

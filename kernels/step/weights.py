@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -66,6 +67,7 @@ class LayerWeights:
             a layer that reads those of another; v alone is None where V is K before its norm.
         kv_from: index of the layer whose K and V this one reads; None: its own.
         q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
+        latent: what attention over latents has beside q, k and v (see there); or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
         beside, mamba_o, beside_pool: Mamba-2 that reads the same rows as attention, its output
             projection, and the pool with its states; or None.
@@ -109,6 +111,7 @@ class LayerWeights:
     heads: int = 0
     kv_from: int | None = None
     q_gate: PackedWeights | None = None
+    latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     beside: Mamba2Weights | None = None
     mamba_o: PackedWeights | None = None
@@ -155,6 +158,8 @@ class LayerWeights:
 
     @property
     def head_dim(self) -> int:
+        if self.latent is not None and self.k is not None:
+            return self.k.outputs
         return self.o.inputs // self.heads
 
     @property
@@ -192,7 +197,8 @@ class LayerWeights:
         inputs = () if given is None else (given.context, given.gate, given.output)
         mlp = (self.gate, self.up, self.down, *(self.shared or ()))
         beside = () if self.beside is None else (*self.beside.linears, self.mamba_o)
-        every = (*mixer, self.q_gate, self.o, *beside, *mlp, *inputs)
+        latent = () if self.latent is None else self.latent.linears
+        every = (*mixer, *latent, self.q_gate, self.o, *beside, *mlp, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
