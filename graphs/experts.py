@@ -17,8 +17,6 @@ from edgellm.kernels.experts import Routing, Scores
 _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 # Keys for the number of experts in config.json; transformers writes one of them.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Fields of `Routing` for groups of experts, and their keys in config.json.
-GROUPS = {"groups": "n_group", "used_groups": "topk_group"}
 # Keys for the size of the shared experts in GGUF files: of all of them, or their number.
 _SHARED_SIZE, _SHARED_COUNT = "expert_shared_feed_forward_length", "expert_shared_count"
 

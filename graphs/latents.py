@@ -62,10 +62,14 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     """Read a GGUF file of a model that attends over latents, without its experts."""
     fields = header.fields
-    rotated, rank = fields.read(int, "rope.dimension_count"), fields.read(int, "attention.kv_lora_rank")
+    rotated, rank = (
+        fields.read(int, "rope.dimension_count"),
+        fields.read(int, "attention.kv_lora_rank"),
+    )
     # without the keys for heads as they would be made, the usual ones have their widths
     widths = {
-        x: fields.optional(int, f"attention.{x}_length_mla") or fields.read(int, f"attention.{x}_length")
+        x: fields.optional(int, f"attention.{x}_length_mla")
+        or fields.read(int, f"attention.{x}_length")
         for x in ("key", "value")
     }
     for x, whole in (("key", rank + rotated), ("value", rank)):

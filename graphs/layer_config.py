@@ -491,7 +491,11 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         )
     check_sizes(experts, {"groups": experts.experts, "used_groups": experts.groups})
     in_group, rest = divmod(experts.experts, experts.groups)
-    if rest or experts.used > in_group * experts.used_groups or (experts.groups > 1 and in_group < 2):
+    if (
+        rest
+        or experts.used > in_group * experts.used_groups
+        or (experts.groups > 1 and in_group < 2)
+    ):
         raise ModelFormatError(
             f"model config: a token uses {experts.used} experts of {experts.used_groups} of "
             f"{experts.groups} groups of {experts.experts} experts"

@@ -10,23 +10,30 @@ from dataclasses import replace
 from edgellm.graphs import latents
 from edgellm.graphs.architecture import Architecture, GGUFHeader
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.experts import GROUPS, experts_from_gguf, routing_from_hf, with_experts
+from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import SharedExpert
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"first_k_dense_replace": 0, "topk_method": "greedy"})
-    for key, value in (("norm_topk_prob", False), ("scoring_func", "softmax"), ("moe_layer_freq", 1)):
+    for key, value in (
+        ("norm_topk_prob", False),
+        ("scoring_func", "softmax"),
+        ("moe_layer_freq", 1),
+    ):
         fields.require(key, value)
     fields.require("topk_method", "greedy", "group_limited_greedy")
     fields.ignore("aux_loss_alpha")
     config = latents.config_from_hf(fields)
     experts = routing_from_hf(fields, normalized=False)
-    groups = {name: fields.optional(int, key) or 1 for name, key in GROUPS.items()}
+    groups, used = (fields.optional(int, key) or 1 for key in ("n_group", "topk_group"))
     if fields.read(str, "topk_method") == "group_limited_greedy":
-        experts = replace(experts, **groups)
-    size, dense = fields.read(int, "moe_intermediate_size"), fields.read(int, "first_k_dense_replace")
+        experts = replace(experts, groups=groups, used_groups=used)
+    size, dense = (
+        fields.read(int, "moe_intermediate_size"),
+        fields.read(int, "first_k_dense_replace"),
+    )
     return with_experts(
         config,
         replace(experts, scale=fields.positive("routed_scaling_factor", default=1.0)),

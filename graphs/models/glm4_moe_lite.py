@@ -10,21 +10,28 @@ from dataclasses import replace
 from edgellm.graphs import latents
 from edgellm.graphs.architecture import Architecture
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.experts import GROUPS, routing_from_hf, with_experts
+from edgellm.graphs.experts import routing_from_hf, with_experts
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import SharedExpert
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"first_k_dense_replace": 1})
-    for key, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+    for key, value in (
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("moe_layer_freq", 1),
+    ):
         fields.require(key, value)
     fields.ignore("aux_loss_alpha", "num_nextn_predict_layers", "partial_rotary_factor")
     config = latents.config_from_hf(fields)
     experts = routing_from_hf(
         fields, normalized=fields.optional(bool, "norm_topk_prob") is not False
     )
-    size, dense = fields.read(int, "moe_intermediate_size"), fields.read(int, "first_k_dense_replace")
+    size, dense = (
+        fields.read(int, "moe_intermediate_size"),
+        fields.read(int, "first_k_dense_replace"),
+    )
     kinds = fields.entries(str, "mlp_layer_types", config.layer_count)
     return with_experts(
         config,
@@ -33,7 +40,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
             scores="sigmoid",
             selection_bias=True,
             scale=fields.positive("routed_scaling_factor", default=1.0),
-            **{name: fields.optional(int, key) or 1 for name, key in GROUPS.items()},
+            groups=fields.optional(int, "n_group") or 1,
+            used_groups=fields.optional(int, "topk_group") or 1,
         ),
         intermediate=size,
         shared=SharedExpert(intermediate=fields.read(int, "n_shared_experts") * size),

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 def attend(
     x: Floats,
     weights: LatentWeights,
-    product: Callable[[Floats, str, int, int], Floats],
+    product_of: Callable[[int, int], Callable[[Floats, str], Floats]],
     turn: tuple[Sequence[float], float],
     *,
     heads: int,
@@ -29,7 +29,7 @@ def attend(
     """Compute what the output projection reads, for all rows `[C, E]` of a sequence.
 
     Args:
-        product: multiplies rows by one of so many parts of the rows of a matrix of a name.
+        product_of: gives the products with one of so many parts of the rows of a matrix.
         turn: frequencies and magnitude of RoPE.
         format: how keys and latents are rounded.
 
@@ -37,21 +37,18 @@ def attend(
         Values of all heads `[C, H * value]`.
     """
 
-    def whole(rows: Floats, name: str) -> Floats:
-        return product(rows, name, 0, 1)
-
     def turned(rows: Floats) -> Floats:
         inv_freq, magnitude = turn
         return rope.apply(rows, inv_freq, 0, magnitude)
 
-    row = x
+    whole, row = product_of(0, 1), x
     if weights.query_norm is not None:
         row = _norm(whole(x, "query_down"), weights.query_norm, weights.epsilon)
     k = whole(x, "k")[:, None]
     latent = _norm(whole(x, "v"), weights.norm, weights.epsilon)[:, None]
     q = whole(row, "q").reshape(len(x), heads, -1)
     rotated, rest = np.split(q, [k.shape[2]], axis=2)
-    up = [product(rest[:, head], "key_up", head, heads) for head in range(heads)]
+    up = [product_of(head, heads)(rest[:, head], "key_up") for head in range(heads)]
     k = kv_append.round_trip(turned(k), format, key=True)
     latent = kv_append.round_trip(latent, format, key=False)
     seen = attention.attend(
@@ -61,7 +58,7 @@ def attend(
         0,
         scale=scale,
     )
-    values = [product(seen[:, head], "value_up", head, heads) for head in range(heads)]
+    values = [product_of(head, heads)(seen[:, head], "value_up") for head in range(heads)]
     return np.concatenate(values, axis=1)
 
 

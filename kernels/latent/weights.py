@@ -65,7 +65,9 @@ class LatentWeights:
                 raise ValueError(f"{name} has {size}; needed are {needed}")
         for name, (norm, size) in norms.items():
             if norm.dtype != np.float32 or norm.shape != (size,):
-                raise ValueError(f"{name} is {norm.dtype} {norm.shape}; needed is float32 ({size},)")
+                raise ValueError(
+                    f"{name} is {norm.dtype} {norm.shape}; needed is float32 ({size},)"
+                )
         if key % _GROUP or self.rank % _GROUP or value % PANEL:
             raise ValueError(
                 f"heads have {key} numbers without positions, latents of {self.rank} and values of "

@@ -109,7 +109,11 @@ def _check_latent(layer: LayerWeights, latent: LatentWeights, hidden: int) -> di
     """Check a layer that attends over latents; returns the outputs of its projections."""
     q, k, v = layer.qkv
     inputs = latent.check(heads=layer.heads, hidden=hidden)
-    sizes = {"q": layer.heads * (k.outputs + latent.key_up.inputs), "k": k.outputs, "v": latent.rank}
+    sizes = {
+        "q": layer.heads * (k.outputs + latent.key_up.inputs),
+        "k": k.outputs,
+        "v": latent.rank,
+    }
     for name, linear in (("q", q), ("k", k), ("v", v)):
         needed = sizes[name], inputs if name == "q" else hidden
         _require(name, (linear.outputs, linear.inputs), needed)
@@ -176,7 +180,11 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
     if not 1 <= routing.used <= experts:
         raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
     groups, used_groups = routing.groups, routing.used_groups
-    if experts % groups or not 1 <= used_groups <= groups or routing.used * groups > experts * used_groups:
+    if (
+        experts % groups
+        or not 1 <= used_groups <= groups
+        or routing.used * groups > experts * used_groups
+    ):
         raise ValueError(
             f"{experts} experts in {groups} groups, of which {used_groups} are used; needed are "
             f"groups of one size with {routing.used} experts in those that are used"

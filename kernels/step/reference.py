@@ -100,7 +100,7 @@ def through(
             mixed = latents.attend(
                 normed,
                 layer.latent,
-                lambda rows, name, part, parts, of=product_of: of(part, parts)(rows, name),
+                product_of,
                 turn,
                 heads=layer.heads,
                 scale=layer.scale,
