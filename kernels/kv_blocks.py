@@ -62,8 +62,8 @@ BlockTable = Sequence[int]
 class KVBlocks:
     """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
-    `key_offset` belongs to the model, and is not among `arrays`. `latent` is the width of latents in
-    place of V, or 0. Methods take and return rows as the numbers that a scale multiplies: int8
+    `key_offset` belongs to the model, and is not among `arrays`. `latent` is the width of latents
+    in place of V, or 0. Methods take and return rows as the numbers that a scale multiplies: int8
     codes, or floats.
     """
 

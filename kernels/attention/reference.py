@@ -21,7 +21,8 @@ def attend(
 
     Args:
         q: queries `[C, H, D]` at positions `start ..`.
-        k, v: keys `[start + C, Hkv, D]`, values `[start + C, Hkv, Dv]`; head `h` reads KV head `h // (H / Hkv)`.
+        k, v: keys `[start + C, Hkv, D]` and values `[start + C, Hkv, Dv]`; head `h` reads KV head
+            `h // (H / Hkv)`.
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.

@@ -13,6 +13,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import (
     Attention,
     DeltaNet,
+    Latent,
     LayerConfig,
     Mamba2,
     Mlp,
@@ -82,6 +83,12 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     (Attention, "kv_from"): (attention(kv_from=0), "layers that share K and V"),
     (Attention, "output_gate"): (attention(output_gate=True), "gates of attention"),
     (Attention, "sinks"): (attention(sinks=True), "attention sinks"),
+    (Attention, "latent"): (
+        attention(kv_heads=1, scale=0.1, latent=Latent(rank=64, key=32, value=32)),
+        "attention over latents",
+    ),
+    (Routing, "groups"): (routing(groups=2), "groups of experts"),
+    (Routing, "used_groups"): (routing(groups=2), "groups of experts"),
     (Routing, "scores"): (routing(scores="sigmoid"), "experts chosen by sigmoids"),
     (Routing, "bias"): (routing(bias=True), "biases of routers"),
     (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
