@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.layer_config import Attention, LayerConfig, Rope, check_sizes, shown
+from edgellm.graphs.layer_config import Attention, LayerConfig, Rope
+from edgellm.graphs.size_limits import check_sizes, shown
 from edgellm.graphs.typed_json import key_of, parse
 
 _LARGEST = {

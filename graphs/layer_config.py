@@ -11,31 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.size_limits import LARGEST, check_sizes
 from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import LANE_BLOCK
 
-# Limits far above every model. A larger number means a damaged file, and would take hours and all
-# memory before anything else refuses it.
-_LARGEST = {
-    "intermediate": 1 << 20,
-    "heads": 1 << 12,
-    "kv_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "window": (1 << 31) - 1,
-    "channels": 1 << 18,
-    "taps": 16,
-    "state_dim": 1 << 12,
-    "groups": 1 << 12,
-    "key_heads": 1 << 12,
-    "value_heads": 1 << 12,
-    "key_dim": 1 << 12,
-    "value_dim": 1 << 12,
-    "rank": 1 << 12,
-    "query_rank": 1 << 14,
-    "key": 1 << 12,
-    "value": 1 << 12,
-}
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
 _GROUP = 32
@@ -92,7 +72,7 @@ class Latent:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         for name in ("rank", "key", "query_rank"):
             width = getattr(self, name)
             if width is not None and width % _GROUP:
@@ -150,7 +130,7 @@ class Attention:
     latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if (self.v_norm or self.k_as_v) and self.qk_norm == "none":
             raise UnsupportedModelError(
                 "model config: V is normalized or made of K, and K has no norm; supported are both "
@@ -235,7 +215,7 @@ class ShortConv:
     taps: int
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.taps < 2:
             raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
 
@@ -279,7 +259,7 @@ class Mamba2:
     gate_norm: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.taps < 2:
             raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
         if self.heads % self.groups:
@@ -332,7 +312,7 @@ class DeltaNet:
     tiled: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.value_heads % self.key_heads:
             raise ModelFormatError(
                 f"model config: value_heads ({self.value_heads}) must be a multiple of "
@@ -391,7 +371,7 @@ class Mlp:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.activation == "clamped_swiglu" and not self.gated:
             raise UnsupportedModelError("model config: a clamped SwiGLU without a gate")
 
@@ -412,7 +392,7 @@ class SharedExpert:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,25 +494,3 @@ def _check_beside(layer: LayerConfig) -> None:
             "model config: an MLP beside experts; supported is one in a layer with norms on both "
             "sides, that counts whole"
         )
-
-
-def check_sizes(config: object, largest: dict[str, int]) -> None:
-    """Refuse fields of a config that are below 1 or above their limit.
-
-    Args:
-        largest: limit of each field.
-
-    Raises:
-        ModelFormatError: a field is out of range; the message names it.
-    """
-    for name, limit in largest.items():
-        value = getattr(config, name, None)
-        if value is not None and not 1 <= value <= limit:
-            raise ModelFormatError(
-                f"model config: {name} is {shown(value)}; 1 to {limit} is allowed"
-            )
-
-
-def shown(value: int) -> str:
-    """Return the digits of a number, or only its size in bits if it is 2^128 or more."""
-    return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"

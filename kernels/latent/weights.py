@@ -1,4 +1,4 @@
-"""What a layer that attends over latents has beside its other projections."""
+"""Weights of a layer that attends over latents, beside its other projections."""
 
 from __future__ import annotations
 

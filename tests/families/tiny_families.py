@@ -406,6 +406,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "DeepseekV2",
         {
             **_LATENT,
+            "num_hidden_layers": 2,
             "q_lora_rank": 32,
             "topk_method": "group_limited_greedy",
             "n_group": 3,
