@@ -317,7 +317,7 @@ def test_folders_and_files_are_the_same(pair: tuple[str, str, Judge]) -> None:
     folder = Path(pair[1]).parent
     one, other = open_checkpoint(folder), open_checkpoint(file_of(folder))
     config = other.config
-    assert one.config == config
+    assert replace(one.config, norm_eps=config.norm_eps) == config
     assert config.backbone == 64
     assert config.logit_softcap is None
     assert [each.kv_from for each in config.attentions.values()] == [OTHER_MODEL] * 3
