@@ -171,6 +171,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4-assistant": "gemma4_text",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "granitehybrid": "granitemoehybrid",
@@ -197,6 +198,8 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
 _HF_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_assistant": "gemma4_text",
+    "gemma4_unified_assistant": "gemma4_unified_text",
     "gemma4_unified": "gemma4_text",
     "gemma4_unified_text": "gemma4_text",
     "qwen3_5": "qwen3_5_text",

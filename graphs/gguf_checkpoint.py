@@ -41,9 +41,11 @@ _FUSED_EXPERTS, _FUSED_LATENT = "blk.0.ffn_gate_up_exps.weight", "blk.0.attn_kv_
 # Epsilons of norms, which are never refused: files may have both, and a model uses one of them.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 # Tensors that are not part of the text model's list: RoPE factors (read with the config or, as in
-# llama.cpp, not at all), and the vision tower in Ollama's files.
+# llama.cpp, not at all), the vision tower in Ollama's files, and tables with which a drafter may
+# compute fewer of its logits.
 _UNUSED = re.compile(
     r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
+    r"|masked_embd_(centroids|ordering)(\.weight)?"
 )
 
 

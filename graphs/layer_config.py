@@ -51,6 +51,10 @@ class Rope:
             )
 
 
+# `Attention.kv_from` of layers that read K and V of another model's last layer with their window.
+OTHER_MODEL = -1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Latent:
     """Latents in place of K and V: one vector of a token, of which those of all heads are made
@@ -104,6 +108,7 @@ class Attention:
         k_as_v: whether V is K before its norm and RoPE, and has no projection of its own.
         kv_from: index of the layer before whose K and V this one reads in place of its own; its
             norm, window and sizes of K and V are those of that layer. None: it has its own.
+            `OTHER_MODEL`: it reads those of the model that its own one drafts for.
         output_gate: whether the attention output is multiplied by the sigmoid of a projection of
             its own before the output projection.
         sinks: whether each head has a score without key and value in its softmax

@@ -2,6 +2,7 @@
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
     layer_embedding [V * layers, P]    layer_embedding_norm [P] (where the config has a width P)
+    combine [E, 2B], project [B, E] (where the config has a backbone of the width B)
     layers.I.NAME, with the names of `layer_tensors`
 
 Rows of q and k, and their biases, are in the half-split RoPE order (first halves, then second
@@ -243,6 +244,10 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         rows = config.vocab_size * config.layer_count, config.layer_embedding
         specs["layer_embedding_norm"] = TensorSpec("layer_embedding_norm", rows[1:], "vector")
         specs["layer_embedding"] = TensorSpec("layer_embedding", rows, "rows")
+    if config.backbone is not None:
+        e, backbone = config.hidden_size, config.backbone
+        specs["combine"] = TensorSpec("combine", (e, 2 * backbone), "linear")
+        specs["project"] = TensorSpec("project", (backbone, e), "linear")
     for name in tables:
         specs[name] = TensorSpec(name, (config.vocab_size, config.hidden_size), "table")
     return specs

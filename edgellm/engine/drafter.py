@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.cache.sequence import Sequence as CachedSequence
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,20 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Give back memory that is not needed until the next draft."""
+
+
+@runtime_checkable
+class StateDrafter(Drafter, Protocol):
+    """A drafter that guesses from the model's hidden states."""
+
+    def computed(
+        self, tokens: Sequence[int], sequence: CachedSequence, hidden: NDArray[np.float32]
+    ) -> None:
+        """Take the hidden states of a sequence's last tokens, some of which may be a draft's.
+
+        Without any, forget those of tokens that the sequence no longer has.
+
+        Args:
+            tokens: tokens of the prompt, and sampled tokens, as far as they are known.
+            sequence: the answer's tokens in the model's KV cache.
+        """

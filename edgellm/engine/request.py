@@ -306,18 +306,18 @@ class Request(Stream):
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
         self.context.sequence.settle()
-        self._speculation.computed_states(self.tokens, self.context.cached, rows.hidden[:0])
+        self._speculation.computed_states(self.tokens, self.context.sequence, rows.hidden[:0])
 
     def computed_states(self, rows: Rows) -> None:
         """Use the hidden states of rows that have passed the last layer.
 
         They score a prompt, and tell what may follow.
         """
-        start = self.context.cached - len(rows.hidden)
-        self._speculation.computed_states(self.tokens, start, rows.hidden)
+        self._speculation.computed_states(self.tokens, self.context.sequence, rows.hidden)
         scores = self._scores
         if scores is None or scores.complete:
             return
+        start = self.context.cached - len(rows.hidden)
         scores.add(start, rows.hidden, should_stop=self.stop_now)
         if scores.complete:
             self.put(Piece("", prompt_logprobs=tuple(scores.tokens)))

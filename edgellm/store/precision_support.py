@@ -87,6 +87,7 @@ PARTS = (
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
+    Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
     Part("scaled layers", _layer(lambda x: x.scaled), _ALL),

@@ -131,7 +131,8 @@ def _check_source(layers: Sequence[LayerWeights], index: int) -> None:
     layer = layers[index]
     if layer.mixer is not None:
         return
-    if (layer.k is None) != (layer.kv_from is not None) or (layer.k is None and layer.v):
+    sources = [x for x in (layer.k, layer.kv_from, layer.slot) if x is not None]
+    if len(sources) != 1 or (layer.k is None and layer.v):
         raise ValueError("needed is either K of a layer's own, or a layer whose K and V it reads")
     if layer.kv_from is None:
         return
@@ -244,6 +245,8 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
     Raises:
         ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
+    if any(layer.slot is not None for layer in weights.layers):
+        return _check_pools_of_another(weights, pools)
     needed: list[tuple[int, ...]] = []
     for number in range(1 + max(pool for layer in weights.layers for pool in layer.pools)):
         members = [x for x in weights.layers if number in x.pools]
@@ -267,6 +270,22 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         )
     if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def _check_pools_of_another(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+    """Check the pools of another model, whose K and V all layers read."""
+    for index, layer in enumerate(weights.layers):
+        pool = pools[layer.pool] if 0 <= layer.pool < len(pools) else None
+        if layer.slot is None or not isinstance(pool, KVBlocks):
+            raise ValueError(f"layer {index} does not read K and V of another model, as others do")
+        if not 0 <= layer.slot < pool.layers or layer.heads % pool.kv_heads:
+            raise ValueError(
+                f"layer {index} with {layer.heads} heads reads layer {layer.slot} of {pool.layers} "
+                f"with {pool.kv_heads} KV heads"
+            )
+        _require("head_dim", layer.head_dim, pool.head_dim)
+        if layer.head_norms is not None:
+            _require_floats("norm of Q", layer.head_norms.q, layer.head_dim)
 
 
 def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:

@@ -66,6 +66,8 @@ class LayerWeights:
         q, k, v, heads: projections of attention, and its number of query heads. k and v are None in
             a layer that reads those of another; v alone is None where V is K before its norm.
         kv_from: index of the layer whose K and V this one reads; None: its own.
+        slot: layer of the pool whose K and V this one reads, which another model has written; None:
+            see `kv_from`.
         q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
         latent: what attention over latents has beside q, k and v (see there); or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
@@ -110,6 +112,7 @@ class LayerWeights:
     v: PackedWeights | None = None
     heads: int = 0
     kv_from: int | None = None
+    slot: int | None = None
     q_gate: PackedWeights | None = None
     latent: LatentWeights | None = None
     mixer: StateMixer | None = None
@@ -165,7 +168,7 @@ class LayerWeights:
     @property
     def pools(self) -> tuple[int, ...]:
         """Pools that have something of the layer's own."""
-        own = () if self.kv_from is not None else (self.pool,)
+        own = () if self.kv_from is not None or self.slot is not None else (self.pool,)
         return own if self.beside is None else (*own, self.beside_pool)
 
     @property
@@ -247,8 +250,12 @@ class Weights:
     @property
     def slots(self) -> list[int]:
         """Index of each layer, or of the one whose K and V it reads, among those of its pool."""
-        owners = (index if x.kv_from is None else x.kv_from for index, x in enumerate(self.layers))
-        return [self._slot(owner, self.layers[owner].pool) for owner in owners]
+        return [
+            self._slot(index if layer.kv_from is None else layer.kv_from, layer.pool)
+            if layer.slot is None
+            else layer.slot
+            for index, layer in enumerate(self.layers)
+        ]
 
     @property
     def beside_slots(self) -> list[int]:

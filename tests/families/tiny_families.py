@@ -464,6 +464,15 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
     text = kind.removesuffix("Text")
     model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
+    perturb(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def perturb(model: Any) -> None:
+    """Give all parameters of a model random values, and all its norms, biases and gates others."""
+    import torch
+
     with torch.no_grad():
         choices = (
             each
@@ -480,8 +489,6 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
         for key, scale in model.named_buffers():
             if key.endswith("layer_scalar"):
                 scale += 0.3 * torch.randn_like(scale)
-    model.save_pretrained(folder)
-    return model
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -75,7 +75,7 @@ def gemma4_experts(w: gguf.GGUFWriter) -> None:
     gemma4_unified(w)
 
 
-def gemma4_attention(w: gguf.GGUFWriter) -> None:
+def gemma4_attention(w: gguf.GGUFWriter, *, layers: int = 6, window: int = 8) -> None:
     w.add_key_length(64)
     w.add_value_length(64)
     w.add_key_length_swa(32)
@@ -84,8 +84,8 @@ def gemma4_attention(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count_swa(32)
     w.add_rope_freq_base(2e4)
     w.add_rope_freq_base_swa(300.0)
-    w.add_sliding_window(8)
-    w.add_sliding_window_pattern([True, True, False] * 2)
+    w.add_sliding_window(window)
+    w.add_sliding_window_pattern([True, True, False] * (layers // 3))
     w.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
 
 

@@ -11,6 +11,7 @@ from edgellm.backends.registry import DECODE_BACKENDS
 from edgellm.export.precisions import PRECISIONS
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import (
+    OTHER_MODEL,
     Attention,
     DeltaNet,
     Latent,
@@ -94,6 +95,14 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
     (Routing, "selection_bias"): (routing(selection_bias=True), "biases of routers"),
     (ModelConfig, "norm"): (replace(CONFIG, norm="layer"), "layer norms"),
+    (ModelConfig, "backbone"): (
+        replace(
+            CONFIG,
+            layers=(replace(LAYER, mixer=replace(LAYER.attention, kv_from=OTHER_MODEL)),),
+            backbone=64,
+        ),
+        "K and V of another model",
+    ),
     (ModelConfig, "layer_embedding"): (
         replace(CONFIG, layer_embedding=32),
         "embeddings for each layer",
