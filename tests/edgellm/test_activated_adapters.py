@@ -134,7 +134,9 @@ def test_blocks_on_disk_too(tiny_model: Path, adapters: dict[str, Path], tmp_pat
     for names in ((None, "one"), ("two", "one", None)):
         with load(str(tiny_model), adapters=adapters, kv_cache_dir=tmp_path / "kv", **SIZES) as llm:
             answers = [ask(llm, name, prompt) for name in names]
-            found.append({name: answer.logprobs for name, answer in zip(names, answers, strict=True)})
+            found.append(
+                {name: answer.logprobs for name, answer in zip(names, answers, strict=True)}
+            )
     assert answers[0].stats.cached_tokens == BLOCK
     assert answers[1].stats.cached_tokens >= 2 * BLOCK
     assert answers[2].stats.cached_tokens >= 2 * BLOCK
