@@ -252,10 +252,13 @@ class Request(Stream):
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         adapter = None if self.context.adapter is None else self.context.adapter.weights
+        plain = min(len(tokens), max(0, self.context.adapter_start - computed))
         if self.underway is None or layers is None:
             self._drop_job()
         if layers is not None or apart:
-            self.job = self.job or PrefillJob(self.context.sequence, tokens, adapter=adapter)
+            self.job = self.job or PrefillJob(
+                self.context.sequence, tokens, adapter=adapter, adapter_start=plain
+            )
             return self.job.span(layers, logit_rows=int(last), candidates=candidates)
         guess = self._speculation.draft(draft, self.tokens)
         return Span(
@@ -266,6 +269,7 @@ class Request(Stream):
             all_states=self.wants_states,
             drafted=len(guess),
             adapter=adapter,
+            adapter_start=plain,
         )
 
     @property

@@ -32,7 +32,7 @@ def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -
         return Speculation((), DraftPolicy())
     drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
     if engine.token_table is not None:
-        root = engine.cache.index.salted_root(salt)
+        root = engine.cache.index.salted_root(salt).name
         drafters.append(TableDrafter(engine.token_table, root=root))
     model = engine.draft_model
     if model is not None:

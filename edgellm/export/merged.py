@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.lora import changes_of, open_adapter
@@ -42,9 +43,15 @@ class MergedCheckpoint:
         self._changes: dict[str, list[LowRank]] = {}
         digest = hashlib.sha256()
         for path, scale in adapters:
+            stored = open_adapter(path)
+            if stored.invocation:
+                raise UnsupportedModelError(
+                    f"{path}: an adapter that begins at tokens of the prompt cannot be merged into "
+                    "the weights; load it with the model (`adapters`)"
+                )
             layers = [
                 {name: replace(c, b=np.float32(scale) * c.b) for name, c in changes.items()}
-                for changes in changes_of(open_adapter(path), self.config)
+                for changes in changes_of(stored, self.config)
             ]
             digest.update(pack_adapter(layers).digest.encode())
             for index, changes in enumerate(layers):

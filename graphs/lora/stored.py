@@ -51,11 +51,26 @@ class StoredAdapter:
         architecture: `general.architecture` of a GGUF file; None: a file of another format, whose
             names are those of Hugging Face.
         changes: changes by the names of the matrices in files of the model.
+        invocation: tokens whose last occurrence in a prompt is where the adapter begins (activated
+            LoRA, arXiv:2504.12397); empty: it changes all tokens.
     """
 
     origin: str
     architecture: str | None
     changes: Mapping[str, StoredChange]
+    invocation: tuple[int, ...] = ()
+
+
+def invocation_of(fields: Fields, key: str) -> tuple[int, ...]:
+    """Return the tokens at which an adapter begins, see `StoredAdapter`.
+
+    Raises:
+        ModelFormatError: they are no list of token ids.
+    """
+    tokens = fields.optional(list, key) or []
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ModelFormatError(f"{fields.origin}: {key} is {tokens!r:.100}; token ids are expected")
+    return tuple(tokens)
 
 
 def hf_name(module: str) -> str:

@@ -102,6 +102,7 @@ struct Span {
     const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
+    int32_t adapter_start;         // the first so many of them go without the adapter
 };
 
 // Arguments of one step; the same fields, in the same order, as in native.py.

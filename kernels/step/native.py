@@ -118,7 +118,7 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start")),
     ]
 
 
@@ -361,6 +361,7 @@ class FusedStep:
                         len(span.tokens),
                         span.start,
                         span.logit_rows,
+                        span.adapter_start,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )

@@ -184,7 +184,7 @@ def test_scales_are_those_of_peft(
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens = "),
+        ({"alora_invocation_tokens": [5, -6]}, "alora_invocation_tokens is [5, -6]; token ids"),
         ({"trainable_token_indices": [7]}, "trainable_token_indices = "),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters = "),
         ({"alpha_pattern": {"(a+)+b": 4}}, "a pattern without repeated groups"),
