@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from edgellm.kernels.native import ISAS, library
 
 
@@ -18,3 +21,15 @@ def _usable() -> tuple[str, ...]:
 HERE = _usable()
 # A parameter in their place where nothing is compiled, so that a test is skipped with its reason.
 HERE_OR_NONE = HERE or ("none",)
+
+
+def in_turn(cases: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Each case with the best instruction set, and with another one in turn.
+
+    The code of a step is one template of all of them, whose arithmetic has tests of its own.
+    """
+    return [
+        (isa, case)
+        for i, case in enumerate(cases)
+        for isa in dict.fromkeys((HERE_OR_NONE[0], HERE_OR_NONE[i % len(HERE_OR_NONE)]))
+    ]
