@@ -72,6 +72,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give the tests a home of their own, whose bundles go with it; workers share it."""
     if hasattr(config, "workerinput"):
         return
+    for library in ("OMP", "OPENBLAS"):  # threads of a worker's judges, which else wait for cores
+        os.environ.setdefault(f"{library}_NUM_THREADS", "1")
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*-*"):  # by a run that was killed
         process = left.name.removeprefix(_HOME).partition("-")[0]
         old = time.time() - left.stat().st_mtime > _DAY_S  # not another container's

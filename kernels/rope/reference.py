@@ -1,8 +1,7 @@
-"""Reference of RoPE: one token, one head, one pair at a time, in float64."""
+"""Reference of RoPE: one pair of channels at a time, in float64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,14 +15,11 @@ def apply(
 
     Rotated channels are also multiplied by `magnitude`.
     """
-    out = x.astype(np.float64)
-    half = len(inv_freq)
-    for token in range(x.shape[0]):
-        for head in range(x.shape[1]):
-            for i, frequency in enumerate(inv_freq):
-                angle = (start + token) * frequency
-                a, b = float(x[token, head, i]), float(x[token, head, half + i])
-                cos, sin = magnitude * math.cos(angle), magnitude * math.sin(angle)
-                out[token, head, i] = a * cos - b * sin
-                out[token, head, half + i] = b * cos + a * sin
+    out, half = x.astype(np.float64), len(inv_freq)
+    for i, frequency in enumerate(inv_freq):
+        angles = (start + np.arange(x.shape[0]))[:, None] * frequency
+        a, b = x[:, :, i].astype(np.float64), x[:, :, half + i].astype(np.float64)
+        cos, sin = magnitude * np.cos(angles), magnitude * np.sin(angles)
+        out[:, :, i] = a * cos - b * sin
+        out[:, :, half + i] = b * cos + a * sin
     return out

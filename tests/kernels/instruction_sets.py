@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
 from edgellm.kernels.native import ISAS, library
 
 
@@ -18,3 +23,15 @@ def _usable() -> tuple[str, ...]:
 HERE = _usable()
 # A parameter in their place where nothing is compiled, so that a test is skipped with its reason.
 HERE_OR_NONE = HERE or ("none",)
+
+
+def in_turn(cases: Iterable[Any]) -> list[Any]:
+    """Each case with the best instruction set, and with another one in turn; with the rest it is slow.
+
+    The code of a step is one template of all of them, whose arithmetic has tests of its own.
+    """
+    return [
+        pytest.param(isa, case, marks=[] if j in (0, i % len(HERE_OR_NONE)) else pytest.mark.slow)
+        for i, case in enumerate(cases)
+        for j, isa in enumerate(HERE_OR_NONE)
+    ]

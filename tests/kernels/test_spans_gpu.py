@@ -106,7 +106,6 @@ def test_spans_give_what_each_gives_alone(
             assert near(ours, theirs, format)
 
 
-@pytest.mark.smoke
 def test_next_tokens_of_sequences_step_by_step(triton_device: str) -> None:
     """More of them, then fewer, then others: nothing of the step before is left."""
     ranges = [(1, 2), (70, 71), (6, 7), (140, 141)]

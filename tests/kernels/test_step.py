@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from instruction_sets import in_turn
 from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import MIXTURES, NARROW, TABLE, VOCABULARY, Model, View, span_of
 
@@ -69,23 +70,26 @@ def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> No
     assert_near_reference(compiled, WIDE, mixture)
 
 
-@pytest.mark.parametrize("name", [*PARTS, *UNEVEN, *SHARED, *EXPERTS, *LATENTS, *HYBRIDS])
+@pytest.mark.parametrize(
+    ("compiled", "name"),
+    in_turn([*PARTS, *UNEVEN, *SHARED, *EXPERTS, *LATENTS, *HYBRIDS]),
+    indirect=["compiled"],
+)
 @pytest.mark.usefixtures("poisoned")
 def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
     every = PARTS | UNEVEN | SHARED | EXPERTS | LATENTS | HYBRIDS
     assert_near_reference(compiled, every[name])
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *(SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], SHARED["gemma4"]),
-        *EXPERTS.values(),
-        *LATENTS.values(),
-        *HYBRIDS.values(),
-    ],
-    ids=str,
-)
+CUT = [
+    *(SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], SHARED["gemma4"]),
+    *EXPERTS.values(),
+    *LATENTS.values(),
+    *HYBRIDS.values(),
+]
+
+
+@pytest.mark.parametrize(("compiled", "shape"), in_turn(CUT), indirect=["compiled"], ids=str)
 @pytest.mark.parametrize("format", ["int8", "f32"])
 def test_cuts_and_threads_make_no_difference(
     compiled: ctypes.CDLL, shape: Shape, format: str
@@ -121,30 +125,32 @@ BATCHES = {
 
 
 @pytest.mark.parametrize(
-    ("batch", "shape", "format"),
-    [
-        ("chunks and tokens", SHAPES[0], "int8"),
-        ("chunks and tokens", PARTS["everything"], "f32"),
-        ("past a split of the keys", SHAPES[1], "int8"),
-        ("tokens", PARTS["gemma3"], "int8"),
-        ("chunks and tokens", UNEVEN["parts"], "int8"),
-        ("past a split of the keys", UNEVEN["heads"], "f32"),
-        ("chunks and tokens", SHARED["gemma4"], "int8"),
-        ("tokens", SHARED["gemma4"], "f32"),
-        ("tokens", EXPERTS["two of seven"], "int8"),
-        ("chunks and tokens", EXPERTS["every second layer"], "f32"),
-        ("past a split of the keys", LATENTS["latents"], "int8"),
-        ("chunks and tokens", LATENTS["one latent"], "f16"),
-        ("past a split of the keys", HYBRIDS["short_conv"], "int8"),
-        ("chunks and tokens", HYBRIDS["short_conv with experts"], "f32"),
-    ],
+    ("compiled", "case"),
+    in_turn(
+        [
+            ("chunks and tokens", SHAPES[0], "int8"),
+            ("chunks and tokens", PARTS["everything"], "f32"),
+            ("past a split of the keys", SHAPES[1], "int8"),
+            ("tokens", PARTS["gemma3"], "int8"),
+            ("chunks and tokens", UNEVEN["parts"], "int8"),
+            ("past a split of the keys", UNEVEN["heads"], "f32"),
+            ("chunks and tokens", SHARED["gemma4"], "int8"),
+            ("tokens", SHARED["gemma4"], "f32"),
+            ("tokens", EXPERTS["two of seven"], "int8"),
+            ("chunks and tokens", EXPERTS["every second layer"], "f32"),
+            ("past a split of the keys", HYBRIDS["short_conv"], "int8"),
+            ("chunks and tokens", HYBRIDS["short_conv with experts"], "f32"),
+        ]
+    ),
+    indirect=["compiled"],
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
 def test_rows_of_many_sequences_are_as_alone(
-    compiled: ctypes.CDLL, batch: str, shape: Shape, format: str
+    compiled: ctypes.CDLL, case: tuple[str, Shape, str]
 ) -> None:
     """Each sequence by itself, and all of them in one call with other threads: the same bits."""
+    batch, shape, format = case
     model = Sequences(shape, BATCHES[batch])
     together, apart = model.pools(format), model.pools(format)
     for pools in (together, apart):

@@ -184,8 +184,7 @@ def test_parts_match_reference(triton_device: str, name: str, format: KVFormat) 
         assert np.abs(np.concatenate(ours) - theirs).mean() / np.abs(theirs).mean() < allowed
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("name", ["logit softcap", "gemma2"])
+@pytest.mark.parametrize("name", [pytest.param("logit softcap", marks=pytest.mark.smoke), "gemma2"])
 def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> None:
     model = random_model.Model((ALONE | model_shapes.PARTS)[name])
     step = device_step(model, "f32", triton_device)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from instruction_sets import in_turn
 from model_shapes import HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import Model, View, span_of
 
@@ -45,19 +47,17 @@ def in_groups(
 
 
 @pytest.mark.parametrize(
-    ("shape", "format"),
-    [
-        pytest.param(shape, format, marks=[] if i % 2 == j else pytest.mark.slow)
-        for i, shape in enumerate(DEEP)
-        for j, format in enumerate(("int8", "f32"))
-    ],
+    ("compiled", "case"),
+    in_turn((shape, ("int8", "f32")[i % 2]) for i, shape in enumerate(DEEP)),
+    indirect=["compiled"],
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
 def test_groups_of_layers_make_no_difference(
-    compiled: ctypes.CDLL, shape: Shape, format: str
+    compiled: ctypes.CDLL, case: tuple[Shape, str]
 ) -> None:
     """Nor what other rows compute between two groups of one: the same bits, also in the cache."""
+    shape, format = case
     model = Model(shape)
     expected_views = model.views(format)
     whole = model.step(compiled, expected_views)
@@ -83,12 +83,25 @@ def assert_same_rows(ours: View, theirs: View) -> None:
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("shape", [*DEEP, replace(WIDE, layers=3)], ids=str)
+@functools.cache
+def reference_residuals(shape: Shape) -> list[np.ndarray]:
+    """The residual of 131 tokens before the first layer and behind each."""
+    model = Model(shape)
+    return reference.through(
+        model.weights, model.floats, model.tokens[:131], model.turns, format="int8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("compiled", "shape"),
+    in_turn([*DEEP, replace(WIDE, layers=3)]),
+    indirect=["compiled"],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned")
 def test_the_residual_between_groups_matches_reference(compiled: ctypes.CDLL, shape: Shape) -> None:
     model = Model(shape)
-    tokens = model.tokens[:131]
-    expected = reference.through(model.weights, model.floats, tokens, model.turns, format="int8")
+    expected = reference_residuals(shape)
     for cuts in CUTS:
         views = model.views("int8")
         step, found = model.step(compiled, views), []
