@@ -200,9 +200,10 @@ _DRAFTS = (
         "--model-draft",
         "draft",
         metavar="MODEL",
-        help="A smaller model of the same vocabulary that guesses tokens ahead, where that is "
-        "faster; the answer is the same. It needs `--decode native`. none: the model's own head "
-        "(MTP) does not guess either, which it does by default if there is one.",
+        help="A smaller model of the same vocabulary, or an assistant made for the model (Gemma "
+        "4), that guesses tokens ahead, where that is faster; the answer is the same. It needs "
+        "`--decode native`. none: the model's own head (MTP) does not guess either, which it does "
+        "by default if there is one.",
     ),
     click.option(
         "--draft-tokens",

@@ -116,9 +116,10 @@ class EngineOptions:
         kv_cache_dir: folder in which computed blocks are kept, for other and later processes.
         kv_cache_bytes: largest size of the folder; blocks not used for longest are deleted.
         draft: smaller model of the same vocabulary, named as for `load`, that guesses tokens ahead
-            where that is faster; the answers are the same. It has a KV cache of its own. None: the
-            model's own head that predicts further tokens guesses, if it has one; "none": it does
-            not, and only earlier tokens tell what may follow.
+            where that is faster; the answers are the same. It has a KV cache of its own, unless it
+            is an assistant made for the model. None: the model's own head that predicts further
+            tokens guesses, if it has one; "none": it does not, and only earlier tokens tell what
+            may follow.
         draft_tokens: largest number of tokens that the draft model or the head guesses for a step.
         draft_p_min: probability of its best token below which either guesses no further.
         expert_memory: bytes of experts that stay in memory, those that were used last; the others

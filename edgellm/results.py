@@ -48,8 +48,8 @@ class Stats:
         scheduling: scheduling in use for answers that are on their way at once.
         drafted_tokens, accepted_tokens: number of tokens guessed ahead, and of right guesses among
             them.
-        drafts: the same of each drafter with a guess: `lookup` (in the
-            answer's own tokens), `table` (of all answers), `model`, `mtp` (the model's own head).
+        drafts: the same of each drafter with a guess: `lookup` (in the answer's own tokens),
+            `table` (of all answers), `model`, `mtp` (the model's own head, or its assistant).
         draft_failure: name of a drafter that failed or had to stay out, and why, where the answer
             went on without it; else "".
         dropped_tokens: number of tokens forgotten because the context was full.

@@ -152,6 +152,12 @@ HF_STACKED_EXPERTS: Names = {
     **{f"expert_{x}": Fused(f"model.layers.{{}}.{HF_STACK}", _GATE_UP) for x in _GATE_UP},
     "expert_down": "model.layers.{}.mlp.experts.down_proj",
 }
+# Parts of the matrix that makes keys, and values, of latents, in each head; keys are columns there.
+LATENT_UPS = ("key_up", "value_up")
+# Older files have them in one tensor, as folders.
+GGUF_FUSED_LATENT: Names = {
+    x: Fused("blk.{}.attn_kv_b.weight", LATENT_UPS, by_heads=True) for x in LATENT_UPS
+}
 # Architectures that fuse gate and up have one tensor called `up` with the rows of both.
 GGUF_FUSED_MLP: Names = {x: Fused("blk.{}.ffn_up.weight", _GATE_UP) for x in _GATE_UP}
 HF_FUSED_QKV: Names = {x: Fused("model.layers.{}.self_attn.qkv_proj.weight", _QKV) for x in _QKV}
@@ -161,9 +167,11 @@ HF_FUSED_MLP: Names = {
 
 # `general.architecture` of GGUF files -> file of `graphs/models/`, where the names differ.
 _GGUF_ARCHITECTURES: Mapping[str, str] = {
+    "deepseek2": "deepseek_v2",
     "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4-assistant": "gemma4_text",
     "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "granitehybrid": "granitemoehybrid",
@@ -183,13 +191,15 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
         "bamba", "hybrid", "jamba", "mamba", "nemotronh",
         "recurrentgemma", "rwkv",
     ),
-    "latent attention (MLA)": ("deepseek2", "deepseekv2", "deepseekv3", "minicpm3", "glm4moelite"),
+    "latent attention (MLA)": ("deepseekv3", "minicpm3"),
     "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
 _HF_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "gemma4_assistant": "gemma4_text",
+    "gemma4_unified_assistant": "gemma4_unified_text",
     "gemma4_unified": "gemma4_text",
     "gemma4_unified_text": "gemma4_text",
     "qwen3_5": "qwen3_5_text",

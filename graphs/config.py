@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.layer_config import Attention, LayerConfig, Rope, check_sizes, shown
+from edgellm.graphs.layer_config import OTHER_MODEL, Attention, LayerConfig, Rope
+from edgellm.graphs.size_limits import check_sizes, shown
 from edgellm.graphs.typed_json import key_of, parse
 
 _LARGEST = {
@@ -17,6 +18,7 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
     "layer_embedding": 1 << 12,
+    "backbone": 1 << 18,
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
@@ -28,8 +30,16 @@ _LATER: Mapping[str, Mapping[str, Any]] = {
         "v_norm": False,
         "k_as_v": False,
         "kv_from": None,
+        "latent": None,
     },
-    "experts": {"scores": "softmax", "bias": False, "selection_bias": False, "scaled": False},
+    "experts": {
+        "scores": "softmax",
+        "bias": False,
+        "selection_bias": False,
+        "scaled": False,
+        "groups": 1,
+        "used_groups": 1,
+    },
     "shared": {"beside": False},
 }
 # RoPE turns at least one in this many channels; models turn a quarter of a head or more (GPT-NeoX).
@@ -50,6 +60,8 @@ class ModelConfig:
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
+        backbone: width of the hidden states of another model, for which this one drafts: it reads
+            these, that model's embeddings, and its K and V. None: it is a model by itself.
     """
 
     model_type: str
@@ -64,6 +76,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     layer_embedding: int | None = None
+    backbone: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -79,6 +92,8 @@ class ModelConfig:
         self._check_ropes()
         self._check_sources()
         _check_groups("hidden_size", self.hidden_size)
+        if self.backbone is not None:
+            _check_groups("backbone", self.backbone)
         if self.layer_embedding is not None:
             _check_groups("layer_embedding", self.layer_embedding)
             rows = self.vocab_size * self.layer_count
@@ -121,7 +136,13 @@ class ModelConfig:
     def _check_sources(self) -> None:
         for index, attention in self.attentions.items():
             source = attention.kv_from
-            if source is None:
+            if (source == OTHER_MODEL) != (self.backbone is not None):
+                raise ModelFormatError(
+                    f"model config: layer {index} reads K and V of layer {source}, and backbone is "
+                    f"{self.backbone}; all layers of a model with a backbone, and no others, read "
+                    "those of another model"
+                )
+            if source is None or source == OTHER_MODEL:
                 continue
             own = self.attentions.get(source)
             if not 0 <= source < index or own is None or own.kv_from is not None:
@@ -185,8 +206,9 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
-        if self.layer_embedding is None:
-            del values["layer_embedding"]
+        for name in ("layer_embedding", "backbone"):
+            if values[name] is None:
+                del values[name]
         return values
 
     @classmethod

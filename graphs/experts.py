@@ -101,8 +101,6 @@ def experts_from_gguf(
             "April 2024; take a newer file of the model"
         )
     fields.require("expert_gating_func", 0, _SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN)
-    for key in ("expert_group_count", "expert_group_used_count"):
-        fields.require(key, 0, 1)
     kind = fields.optional(int, "expert_gating_func")
     said = fields.optional(bool, "expert_weights_norm")
     dense = fields.optional(int, "leading_dense_block_count") or 0
@@ -116,6 +114,8 @@ def experts_from_gguf(
         scores="sigmoid" if kind == _SIGMOID else "softmax" if kind else scores,
         bias=f"{of_last}ffn_gate_inp.bias" in header.tensors,
         selection_bias=selection_bias,
+        groups=fields.optional(int, "expert_group_count") or 1,
+        used_groups=fields.optional(int, "expert_group_used_count") or 1,
     )
     size = fields.optional(int, "expert_feed_forward_length")
     return with_experts(

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.layer_config import shown
+from edgellm.graphs.size_limits import shown
 
 T = TypeVar("T")
 # Parts of the names of settings that may change the results of a model.

@@ -19,6 +19,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import (
     GGUF_FUSED_DELTA,
     GGUF_FUSED_EXPERTS,
+    GGUF_FUSED_LATENT,
     GGUF_FUSED_QKV,
     Architecture,
     GGUFHeader,
@@ -36,13 +37,15 @@ from edgellm.kernels.quantized import row_slices
 
 _EMBEDDING, _FUSED_QKV = "token_embd.weight", "blk.0.attn_qkv.weight"
 _FUSED_DELTA = re.compile(r"blk\.\d+\.ssm_in\.weight")
-_FUSED_EXPERTS = "blk.0.ffn_gate_up_exps.weight"
+_FUSED_EXPERTS, _FUSED_LATENT = "blk.0.ffn_gate_up_exps.weight", "blk.0.attn_kv_b.weight"
 # Epsilons of norms, which are never refused: files may have both, and a model uses one of them.
 _HARMLESS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 # Tensors that are not part of the text model's list: RoPE factors (read with the config or, as in
-# llama.cpp, not at all), and the vision tower in Ollama's files.
+# llama.cpp, not at all), the vision tower in Ollama's files, and tables with which a drafter may
+# compute fewer of its logits.
 _UNUSED = re.compile(
     r"(blk\.\d+\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight|(v|mm)\..*"
+    r"|masked_embd_(centroids|ordering)(\.weight)?"
 )
 
 
@@ -65,10 +68,11 @@ class GGUFCheckpoint:
         fused = _FUSED_QKV in self._tensors and self.config.layers[0].attends
         qkv = GGUF_FUSED_QKV if fused else {}
         experts = GGUF_FUSED_EXPERTS if _FUSED_EXPERTS in self._tensors else {}
+        latent = GGUF_FUSED_LATENT if _FUSED_LATENT in self._tensors else {}
         delta = GGUF_FUSED_DELTA if any(map(_FUSED_DELTA.fullmatch, self._tensors)) else {}
         self._translation = Translation(
             config=self.config,
-            names={**family.gguf_names, **qkv, **experts, **delta},
+            names={**family.gguf_names, **qkv, **experts, **delta, **latent},
             interleaved=family.gguf_interleaved_rope,
             stored=self._stored,
             fold=lambda name, tensor: (

@@ -7,33 +7,18 @@ weights around one, scaled residuals), and have no field here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.size_limits import LARGEST, check_sizes
 from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import LANE_BLOCK
 
-# Limits far above every model. A larger number means a damaged file, and would take hours and all
-# memory before anything else refuses it.
-_LARGEST = {
-    "intermediate": 1 << 20,
-    "heads": 1 << 12,
-    "kv_heads": 1 << 12,
-    "head_dim": 1 << 12,
-    "window": (1 << 31) - 1,
-    "channels": 1 << 18,
-    "taps": 16,
-    "state_dim": 1 << 12,
-    "groups": 1 << 12,
-    "key_heads": 1 << 12,
-    "value_heads": 1 << 12,
-    "key_dim": 1 << 12,
-    "value_dim": 1 << 12,
-}
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
+_GROUP = 32
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -66,6 +51,46 @@ class Rope:
             )
 
 
+# `Attention.kv_from` of layers that read K and V of another model's last layer with their window.
+OTHER_MODEL = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latents in place of K and V: one vector of a token, of which those of all heads are made
+    (multi-head latent attention, arXiv:2405.04434).
+
+    Attributes:
+        rank: width of the latent, which is normalized.
+        key: numbers of a head's query and key that RoPE does not turn.
+        value: numbers of a head's value.
+        query_rank: width of the normalized vector that queries are made of; None: they are made of
+            the row itself.
+        norm_eps: number added to the mean squares of these norms.
+    """
+
+    rank: int
+    key: int
+    value: int
+    query_rank: int | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_sizes(self, LARGEST)
+        for name in ("rank", "key", "query_rank"):
+            width = getattr(self, name)
+            if width is not None and width % _GROUP:
+                raise UnsupportedModelError(
+                    f"model config: {name} of latent attention is {width}; weights are quantized "
+                    f"in groups of {_GROUP}, so it must be a multiple of {_GROUP}"
+                )
+        if self.value % 16:
+            raise UnsupportedModelError(
+                f"model config: heads have values of {self.value} numbers in latent attention; it "
+                "must be a multiple of 16"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """Softmax attention over the KV cache, with `heads / kv_heads` queries for each key.
@@ -83,10 +108,13 @@ class Attention:
         k_as_v: whether V is K before its norm and RoPE, and has no projection of its own.
         kv_from: index of the layer before whose K and V this one reads in place of its own; its
             norm, window and sizes of K and V are those of that layer. None: it has its own.
+            `OTHER_MODEL`: it reads those of the model that its own one drafts for.
         output_gate: whether the attention output is multiplied by the sigmoid of a projection of
             its own before the output projection.
         sinks: whether each head has a score without key and value in its softmax
             (Xiao et al., arXiv:2309.17453).
+        latent: latents in place of K and V; None: there are none. All heads share one key then, of
+            which RoPE turns a part of the width `head_dim`, and the rest is the latent.
     """
 
     heads: int
@@ -104,9 +132,10 @@ class Attention:
     kv_from: int | None = None
     output_gate: bool = False
     sinks: bool = False
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if (self.v_norm or self.k_as_v) and self.qk_norm == "none":
             raise UnsupportedModelError(
                 "model config: V is normalized or made of K, and K has no norm; supported are both "
@@ -126,15 +155,41 @@ class Attention:
             raise UnsupportedModelError(
                 f"model config: kv_heads * head_dim is {self.kv_size}; it must be a multiple of 8"
             )
+        if self.latent is not None:
+            self._check_latent()
         for name in ("scale", "softcap"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
 
+    def _check_latent(self) -> None:
+        plain = Attention(
+            heads=self.heads,
+            kv_heads=1,
+            head_dim=self.head_dim,
+            rope=self.rope,
+            scale=self.scale,
+            output_bias=self.output_bias,
+        )
+        if self.scale is None or replace(self, latent=None) != plain:
+            raise UnsupportedModelError(
+                "model config: latent attention with biases, norms, windows, caps, gates or sinks; "
+                "supported is one key for all heads, with a scale of the scores and none of these"
+            )
+
     @property
     def size(self) -> int:
-        """Width of the attention output, `heads * head_dim`."""
-        return self.heads * self.head_dim
+        """Width of the attention output, `heads * head_dim` without latents."""
+        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
+
+    @property
+    def query_size(self) -> int:
+        return self.heads * (self.head_dim + (0 if self.latent is None else self.latent.key))
+
+    @property
+    def value_size(self) -> int:
+        """Width of a token's V in the cache, or of its latent."""
+        return self.kv_size if self.latent is None else self.latent.rank
 
     @property
     def kv_size(self) -> int:
@@ -143,7 +198,7 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Width of all query heads, then K, then V."""
-        return self.size + 2 * self.kv_size
+        return self.query_size + self.kv_size + self.value_size
 
     @property
     def inputs(self) -> int:
@@ -164,7 +219,7 @@ class ShortConv:
     taps: int
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.taps < 2:
             raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
 
@@ -208,7 +263,7 @@ class Mamba2:
     gate_norm: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.taps < 2:
             raise ModelFormatError(f"model config: taps is {self.taps}; it must be 2 or more")
         if self.heads % self.groups:
@@ -261,7 +316,7 @@ class DeltaNet:
     tiled: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.value_heads % self.key_heads:
             raise ModelFormatError(
                 f"model config: value_heads ({self.value_heads}) must be a multiple of "
@@ -320,7 +375,7 @@ class Mlp:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
         if self.activation == "clamped_swiglu" and not self.gated:
             raise UnsupportedModelError("model config: a clamped SwiGLU without a gate")
 
@@ -341,7 +396,7 @@ class SharedExpert:
     beside: bool = False
 
     def __post_init__(self) -> None:
-        check_sizes(self, _LARGEST)
+        check_sizes(self, LARGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,6 +473,17 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         raise ModelFormatError(
             f"model config: a token uses {experts.used} experts of {experts.experts}"
         )
+    check_sizes(experts, {"groups": experts.experts, "used_groups": experts.groups})
+    in_group, rest = divmod(experts.experts, experts.groups)
+    if (
+        rest
+        or experts.used > in_group * experts.used_groups
+        or (experts.groups > 1 and in_group < 2)
+    ):
+        raise ModelFormatError(
+            f"model config: a token uses {experts.used} experts of {experts.used_groups} of "
+            f"{experts.groups} groups of {experts.experts} experts"
+        )
     if not (math.isfinite(experts.scale) and experts.scale > 0):
         raise ModelFormatError(
             f"model config: the scale of the experts is {experts.scale}; it must be positive"
@@ -432,25 +498,3 @@ def _check_beside(layer: LayerConfig) -> None:
             "model config: an MLP beside experts; supported is one in a layer with norms on both "
             "sides, that counts whole"
         )
-
-
-def check_sizes(config: object, largest: dict[str, int]) -> None:
-    """Refuse fields of a config that are below 1 or above their limit.
-
-    Args:
-        largest: limit of each field.
-
-    Raises:
-        ModelFormatError: a field is out of range; the message names it.
-    """
-    for name, limit in largest.items():
-        value = getattr(config, name, None)
-        if value is not None and not 1 <= value <= limit:
-            raise ModelFormatError(
-                f"model config: {name} is {shown(value)}; 1 to {limit} is allowed"
-            )
-
-
-def shown(value: int) -> str:
-    """Return the digits of a number, or only its size in bits if it is 2^128 or more."""
-    return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"

@@ -315,6 +315,23 @@ def context_of_gguf(header: GGUFHeader) -> int:
     return context
 
 
+def score_factor_of_hf(fields: Fields) -> float:
+    """Return the factor of the scores that DeepSeek-V2's multiplier of YaRN asks for."""
+    settings = hf_settings(fields)
+    multiplier = settings.optional(float, "mscale_all_dim")
+    if settings.read(str, "rope_type") == "default" or not multiplier:
+        return 1.0
+    return _yarn_magnitude(settings.read(float, "factor"), multiplier) ** 2
+
+
+def score_factor_of_gguf(fields: Fields) -> float:
+    """Return the same for a GGUF file of DeepSeek-V2, which has a tenth of the multiplier."""
+    multiplier = fields.optional(float, "rope.scaling.yarn_log_multiplier")
+    if not multiplier:
+        return 1.0
+    return _yarn_magnitude(fields.read(float, "rope.scaling.factor"), 10 * multiplier) ** 2
+
+
 def _gguf_kind(fields: Fields) -> str:
     kind = fields.optional(str, "rope.scaling.type")
     # files without a type scale linearly if they have a factor, as in llama.cpp

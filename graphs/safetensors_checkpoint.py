@@ -48,6 +48,8 @@ _HARMLESS = (
     "pixel_shuffle_factor",
     "residual_dropout",
 )
+# Models that draft for another one -> width of its hidden states, where they do not say it.
+_BACKBONES = {"gemma4_assistant": 1536, "gemma4_unified_assistant": 3840}
 # Entries of lists that stand for the usual layer.
 _USUAL = (("layer_types", FULL),)
 
@@ -187,8 +189,11 @@ def _text_fields(values: Mapping[str, Any], origin: str) -> Fields:
     text = outer.optional(dict, "text_config")
     if text is None:
         return outer
-    nested = dict(text)
-    nested.setdefault("model_type", model_type_of(outer.read(str, "model_type"), gguf=False))
+    nested, model_type = dict(text), outer.read(str, "model_type")
+    nested.setdefault("model_type", model_type_of(model_type, gguf=False))
+    if model_type in _BACKBONES:
+        width = outer.optional(int, "backbone_hidden_size")
+        nested["backbone_hidden_size"] = width or _BACKBONES[model_type]
     tied = outer.optional(bool, "tie_word_embeddings")
     if tied is not None:
         nested["tie_word_embeddings"] = tied

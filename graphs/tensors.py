@@ -2,6 +2,7 @@
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
     layer_embedding [V * layers, P]    layer_embedding_norm [P] (where the config has a width P)
+    combine [E, 2B], project [B, E] (where the config has a backbone of the width B)
     layers.I.NAME, with the names of `layer_tensors`
 
 Rows of q and k, and their biases, are in the half-split RoPE order (first halves, then second
@@ -73,6 +74,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     divides by) comes before the router, experts_norm [E] before the gate, and shared_post_norm and
     experts_post_norm [E] come last. expert_scale [X] has factors of the experts' shares.
     A Mamba-2 beside attention comes behind it, and its output projection is mamba_o.
+    Where K and V are made of latents, q has rows of what RoPE turns, then of the rest of each head
+    [H*(D+key), E], k is what the keys of all heads share [D, E], and v gives the latent [rank, E].
+    In place of q there may be q_down [R, E], its norm q_down_norm [R], and q_up [H*(D+key), R].
+    Behind them come latent_norm [rank], key_up [H*rank, key], value_up [H*value, rank], by heads.
     Attention sinks [H] come before the output projection.
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
@@ -117,13 +122,21 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[Ten
 
 
 def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
-    widths = {"q": attention.size}
+    latent, widths = attention.latent, {"q": attention.query_size}
     if attention.kv_from is None:
         widths["k"] = attention.kv_size
         if not attention.k_as_v:
-            widths["v"] = attention.kv_size
+            widths["v"] = attention.value_size
+    if latent is not None and latent.query_rank is not None:
+        yield TensorSpec("q_down", (latent.query_rank, e), "linear")
+        yield TensorSpec("q_down_norm", (latent.query_rank,), "vector")
+        yield TensorSpec("q_up", (widths.pop("q"), latent.query_rank), "linear")
     for name, width in widths.items():
         yield from _linear(name, width, e, bias=attention.qkv_bias)
+    if latent is not None:
+        yield TensorSpec("latent_norm", (latent.rank,), "vector")
+        yield TensorSpec("key_up", (attention.heads * latent.rank, latent.key), "linear")
+        yield TensorSpec("value_up", (attention.size, latent.rank), "linear")
     if attention.qk_norm != "none":
         whole = attention.qk_norm == "width"
         for name in ("q", "k") if "k" in widths else ("q",):
@@ -231,6 +244,10 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         rows = config.vocab_size * config.layer_count, config.layer_embedding
         specs["layer_embedding_norm"] = TensorSpec("layer_embedding_norm", rows[1:], "vector")
         specs["layer_embedding"] = TensorSpec("layer_embedding", rows, "rows")
+    if config.backbone is not None:
+        e, backbone = config.hidden_size, config.backbone
+        specs["combine"] = TensorSpec("combine", (e, 2 * backbone), "linear")
+        specs["project"] = TensorSpec("project", (backbone, e), "linear")
     for name in tables:
         specs[name] = TensorSpec(name, (config.vocab_size, config.hidden_size), "table")
     return specs

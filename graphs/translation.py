@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -9,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.graphs.architecture import Fused, Names, PerExpert
+from edgellm.graphs.architecture import LATENT_UPS, Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, Mixer
+from edgellm.graphs.layer_config import Attention, DeltaNet, Latent, Mixer
 from edgellm.graphs.safetensors_folder import FLOATS
 from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
@@ -19,7 +20,7 @@ from edgellm.graphs.tensors import layer_tensors, model_tensors
 from edgellm.graphs.typed_json import key_of
 
 # Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.
-_ROTATED = ("q", "k", "q_bias", "k_bias", "q_norm", "k_norm")
+_ROTATED = ("q", "q_up", "k", "q_bias", "k_bias", "q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ class Translation:
         if self.interleaved and canonical.split(".")[-1] in _ROTATED:
             rows = tensor.shape[0] if tensor.shape else 0
             layer = int(canonical.split(".")[1])
-            heads = max(rows // self.config.layers[layer].attention.head_dim, 1)
-            order = half_split_order(rows, heads, 2 * len(self.config.rope_of(layer).inv_freq))
+            attention = self.config.layers[layer].attention
+            heads = max(rows // attention.head_dim, 1)
+            if attention.latent is not None and rows == attention.query_size:
+                order = latent_query_order(attention, attention.latent)
+            else:
+                order = half_split_order(rows, heads, 2 * len(self.config.rope_of(layer).inv_freq))
             tensor = rows_of_tensor(tensor, order)
         return self.fold(canonical, tensor)
 
@@ -85,6 +90,10 @@ class Translation:
         if experts:
             bias = canonical.endswith("_bias")
             tensor = flattened(tensor, experts, name=whole, matrices=not bias)
+        part = canonical.rpartition(".")[2]
+        if part in LATENT_UPS:
+            mixer = self.config.layers[int(canonical.split(".")[1])].attention
+            return _latent_up(tensor, part, mixer, fused=isinstance(name, Fused))
         if isinstance(name, Fused):
             layer = self.config.layers[int(canonical.split(".")[1])]
             stacks = _heads(layer.mixer) if name.by_heads else max(experts, 1)
@@ -133,6 +142,44 @@ class Translation:
             return name.format(layer), count
         # of two `{}`, the second one is left
         return replace(name, name=name.name.format(layer, "{}")), count
+
+
+def latent_query_order(attention: Attention, latent: Latent) -> NDArray[np.intp]:
+    """Return the order of the rows of queries that puts what RoPE turns, in pairs of halves, before
+    the rest of each head; files have it behind, in pairs of neighbours."""
+    turned = half_split_order(attention.head_dim, 1, attention.head_dim)
+    order = np.concatenate((latent.key + turned, np.arange(latent.key)))
+    return (np.arange(attention.heads)[:, None] * len(order) + order).reshape(-1)
+
+
+def _latent_up(tensor: Tensor, part: str, attention: Attention, *, fused: bool) -> Tensor:
+    """Return the matrices of all heads that make keys, or values, of latents.
+
+    Args:
+        fused: whether the tensor has rows of keys, then of values, of each head; a key's part has
+            the rows of latents in files that have it alone.
+    """
+    latent, heads = attention.latent, attention.heads
+    assert latent is not None
+    if not fused:  # [H, N, K]
+        rows = math.prod(tensor.shape[:-1]), *tensor.shape[-1:]
+        return replace(tensor, shape=rows, float32=lambda: tensor.float32().reshape(rows))
+    needed = heads * (latent.key + latent.value), latent.rank
+    if tensor.shape != needed:
+        raise ModelFormatError(
+            f"the tensor with {part} has shape {list(tensor.shape)}, but the config asks for "
+            f"{list(needed)}"
+        )
+    order = np.arange(needed[0]).reshape(heads, -1)
+    if part == "value_up":
+        return rows_of_tensor(tensor, order[:, latent.key :].reshape(-1))
+    keys = rows_of_tensor(tensor, order[:, : latent.key].reshape(-1))
+
+    def columns(values: NDArray[np.float32]) -> NDArray[np.float32]:
+        by_head = values.reshape(heads, latent.key, latent.rank)
+        return np.ascontiguousarray(by_head.swapaxes(1, 2)).reshape(-1, latent.key)
+
+    return replace(with_values(keys, columns), shape=(heads * latent.rank, latent.key))
 
 
 def _heads(mixer: Mixer) -> int:

@@ -21,6 +21,9 @@ token's `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 
 where the values of a key, and of int4's V rows, are the row after the Hadamard transform
 (`hadamard/`). The largest number of a key is far larger than most; those of V are nearly alike.
+
+A model with latents has them in place of V. A latent is a part of its token's key as well, behind
+the part that RoPE turns, which K holds.
 """
 
 from __future__ import annotations
@@ -59,8 +62,9 @@ BlockTable = Sequence[int]
 class KVBlocks:
     """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
-    `key_offset` belongs to the model, and is not among `arrays`. Methods take and return rows as
-    the numbers that a scale multiplies: int8 codes, or floats.
+    `key_offset` belongs to the model, and is not among `arrays`. `latent` is the width of latents
+    in place of V, or 0. Methods take and return rows as the numbers that a scale multiplies: int8
+    codes, or floats.
     """
 
     format: KVFormat
@@ -69,6 +73,7 @@ class KVBlocks:
     k_scale: NDArray[np.float32] | None
     v_scale: NDArray[np.float32] | None
     key_offset: NDArray[np.float32] | None = None
+    latent: int = 0
 
     @property
     def count(self) -> int:
@@ -95,7 +100,8 @@ class KVBlocks:
 
     @property
     def head_dim(self) -> int:
-        return int(self.v.shape[4]) * (2 if self.format == "int4" else 1)
+        row = QUAD * self.k.shape[4] if self.latent else self.v.shape[4]
+        return int(row) * (2 if self.format == "int4" else 1)
 
     def key_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
         """Return K of the token in a row of a block, `[Hkv, D]`."""
@@ -161,10 +167,10 @@ class KVBlocks:
         # [h, blocks, BLOCK/16, 16, D/4, 4] and [h, blocks, BLOCK/4, 4, D]
         k = self.k[ids, layer, heads].transpose(1, 0, 2, 4, 3, 5)
         v = self.v[ids, layer, heads].transpose(1, 0, 2, 4, 3)
-        count, row = k.shape[0], self.v.shape[4]
+        count, row = k.shape[0], QUAD * self.k.shape[4]
         return (
             self._unpacked(k.reshape(count, -1, row)[:, :length]),
-            self._unpacked(v.reshape(count, -1, row)[:, :length]),
+            self._unpacked(v.reshape(count, -1, self.v.shape[4])[:, :length]),
         )
 
     def _unpacked(self, rows: NDArray[Any]) -> NDArray[Any]:
@@ -193,6 +199,7 @@ def allocate(
     kv_heads: int,
     head_dim: int,
     key_offset: NDArray[np.float32] | None = None,
+    latent: int = 0,
 ) -> KVBlocks:
     """Allocate a pool of KV blocks; pages are not touched, so memory grows as blocks are written.
 
@@ -200,6 +207,7 @@ def allocate(
         blocks: number of blocks.
         head_dim: multiple of 4, of 8 for int4.
         key_offset: `[layers, kv_heads, head_dim]` float32, or None.
+        latent: width of latents in place of V; 0: V has heads of `head_dim`.
 
     Raises:
         ValueError: `key_offset` has another dtype or shape.
@@ -212,15 +220,15 @@ def allocate(
             )
         key_offset = np.ascontiguousarray(key_offset)
     dtype = _DTYPES[format]
-    row = row_elements(format, head_dim)
+    row, value_row = (row_elements(format, width) for width in (head_dim, latent or head_dim))
     k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
-    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, row, QUAD), dtype)
+    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, value_row, QUAD), dtype)
     k_scale = v_scale = None
     if format in SCALED:
         k_scale, v_scale = (
             np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in range(2)
         )
-    return KVBlocks(format, k, v, k_scale, v_scale, key_offset)
+    return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent)
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:
@@ -228,11 +236,13 @@ def row_elements(format: KVFormat, head_dim: int) -> int:
     return head_dim // 2 if format == "int4" else head_dim
 
 
-def block_bytes(*, format: KVFormat, layers: int, kv_heads: int, head_dim: int) -> int:
+def block_bytes(
+    *, format: KVFormat, layers: int, kv_heads: int, head_dim: int, latent: int = 0
+) -> int:
     """Return the size of one block in bytes: BLOCK tokens, K and V, all layers."""
     bits = 4 if format == "int4" else 8 * np.dtype(_DTYPES[format]).itemsize
-    row = head_dim * bits // 8 + (4 if format in SCALED else 0)
-    return 2 * layers * kv_heads * BLOCK * row
+    rows = (head_dim + (latent or head_dim)) * bits // 8 + (8 if format in SCALED else 0)
+    return layers * kv_heads * BLOCK * rows
 
 
 def _packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:

@@ -112,7 +112,8 @@ class KV(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _KV_POINTERS),
-        *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim", "format")),
+        *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim")),
+        *((name, ctypes.c_int32) for name in ("latent", "format")),
     ]
 
     @classmethod
@@ -128,6 +129,7 @@ class KV(ctypes.Structure):
             blocks.layers,
             blocks.kv_heads,
             blocks.head_dim,
+            blocks.latent,
             _FORMATS[blocks.format],
         )
 

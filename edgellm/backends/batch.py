@@ -33,6 +33,7 @@ class Span:
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
         adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
             kernels take an adapter.
+        adapter_start: number of first tokens that go without it.
         drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
@@ -44,6 +45,7 @@ class Span:
     candidates: int = 0
     group: LayerGroup | None = None
     adapter: AdapterWeights | None = None
+    adapter_start: int = 0
     drafted: int = 0
     all_states: bool = True
 
@@ -99,6 +101,7 @@ def step_span(span: Span) -> StepSpan:
         start=start,
         logit_rows=span.logit_rows,
         adapter=span.adapter,
+        adapter_start=span.adapter_start,
         states=span.sequence.states(start, start + len(span.tokens)),
     )
 

@@ -70,6 +70,12 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
 
 def _check_sizes(config: ModelConfig) -> None:
     for attention in config.attentions.values():
+        latent = attention.latent
+        if latent is not None and latent.rank > MAX_HEAD_DIM:
+            raise UnsupportedModelError(
+                f"latents have {latent.rank} numbers; the native kernels take at most "
+                f"{MAX_HEAD_DIM}, and nothing else computes them"
+            )
         if attention.head_dim > MAX_HEAD_DIM:
             raise UnsupportedModelError(
                 f"head_dim is {attention.head_dim}; the native kernels take at most "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from edgellm.graphs.mtp import mtp_config, mtp_tensors
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights, first_rows
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
 from edgellm.store.bundle import Bundle
-from edgellm.store.key_basis import is_head_norm, open_head_norms
+from edgellm.store.key_basis import is_head_norm, of_channels, open_head_norms, open_key_basis
 from edgellm.store.manifest import PACKED, MtpEntry, PrecisionEntry, map_arrays
 
 
@@ -48,18 +50,24 @@ def open_packed_weights(bundle: Bundle) -> Weights:
 
 @dataclass(frozen=True)
 class MtpWeights:
-    """Weights of a head that predicts the token after the next; see `graphs/mtp.py`.
+    """Weights of a head that predicts the token after the next, or of an assistant.
 
     Attributes:
-        step: its layer, final norm, and LM head; its embedding is not that of tokens, but the head.
-        embedding: embedding of tokens, `[V, E]`.
+        step: its layers, final norm, and LM head; its embedding is not that of tokens, but the
+            head.
+        embedding: embedding of tokens in the model, `[V, E]`.
+        embedding_norm, hidden_norm: norms of a head's (see `graphs/mtp.py`); an assistant has none.
+        project: projection of an assistant's hidden states to those of the model; a head has none,
+            and a KV cache of its own.
     """
 
     step: Weights
     embedding: PackedWeights
     combine: PackedWeights
-    embedding_norm: NDArray[np.float32]
-    hidden_norm: NDArray[np.float32]
+    embedding_scale: float = 1.0
+    embedding_norm: NDArray[np.float32] | None = None
+    hidden_norm: NDArray[np.float32] | None = None
+    project: PackedWeights | None = None
 
 
 def open_mtp_weights(bundle: Bundle, entry: MtpEntry, *, tokens: int) -> MtpWeights:
@@ -90,14 +98,67 @@ def open_mtp_weights(bundle: Bundle, entry: MtpEntry, *, tokens: int) -> MtpWeig
     )
 
 
+def open_assistant_weights(bundle: Bundle, target: Bundle, sources: SequenceOf[int]) -> MtpWeights:
+    """Map the weights of an assistant beside those of the model that it drafts for.
+
+    Args:
+        sources: layer of the model whose K and V each layer reads.
+    """
+    config, mapped = bundle.config, _model(bundle)
+    norms = open_head_norms(bundle.path, bundle.manifest.keys)
+    basis = open_key_basis(target.path, target.manifest.keys, target.config)
+    at = places(cache_groups(target.config))
+
+    def layer(index: int, source: int) -> LayerWeights:
+        attention = config.layers[index].attention
+        powers = of_channels(basis.exponents[source], attention)[0].astype(np.int32)
+        q = np.ldexp(norms[f"layers.{index}.q_norm"], powers)
+        pool, slot = at[source]
+        return replace(
+            mapped.layer(index, HeadNorms(q=q, k=q, epsilon=config.norm_eps)),  # k is not read
+            kv_from=None,
+            pool=pool,
+            slot=slot,
+            # of the row itself there are no K and V
+            window=None if attention.window is None else attention.window - 1,
+        )
+
+    head = mapped.weights("embedding" if config.tied_embedding else "head")
+    return MtpWeights(
+        step=Weights(
+            layers=[layer(index, source) for index, source in enumerate(sources)],
+            final_norm=mapped.arrays["final_norm"],
+            embedding=head,
+            head=head,
+            epsilon=config.norm_eps,
+        ),
+        embedding=_model(target).weights("embedding"),
+        embedding_scale=target.config.embedding_scale,
+        combine=mapped.weights("combine"),
+        project=mapped.weights("project"),
+    )
+
+
 def _model(bundle: Bundle) -> _Mapped:
     config = bundle.config
     return _Mapped(bundle, config, bundle.precision(PACKED), model_tensors(config))
 
 
-def _attention(mixer: Attention, _: dict[str, Any]) -> dict[str, Any]:
+def _attention(mixer: Attention, parts: dict[str, Any]) -> dict[str, Any]:
     names = ("heads", "rope", "window", "scale", "softcap", "kv_from")
-    return {name: getattr(mixer, name) for name in names}
+    values = {name: getattr(mixer, name) for name in names}
+    if mixer.latent is None:
+        return values
+    if "q_up" in parts:
+        parts["q"] = parts.pop("q_up")
+    latent = LatentWeights(
+        **{name: parts.pop(name) for name in ("key_up", "value_up")},
+        norm=parts.pop("latent_norm"),
+        query_down=parts.pop("q_down", None),
+        query_norm=parts.pop("q_down_norm", None),
+        epsilon=mixer.latent.norm_eps,
+    )
+    return {**values, "latent": latent}
 
 
 def _short_conv(_: ShortConv, parts: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +232,8 @@ class _Mapped:
         self._kinds = entry.kinds
         self._specs = specs
         groups = cache_groups(config)
-        self._pools = [group for group, _ in places(groups)]
+        # layers that read K and V of another model have none of their own
+        self._pools = [group for group, _ in places(groups)] or [0] * config.layer_count
         self._states = state_groups(groups)
 
     def weights(self, name: str) -> PackedWeights:

@@ -179,6 +179,11 @@ def _decode_of(config: ModelConfig, options: EngineOptions) -> str:
     Raises:
         UnsupportedModelError: a back end that was asked for lacks a part, or there is none here.
     """
+    if config.backbone is not None:
+        raise UnsupportedModelError(
+            f"the model ({config.model_type}) drafts for another one, whose hidden states, K and V "
+            "it reads; name it as `draft` of that one"
+        )
     in_graphs = options.prefill not in (AUTO, *STEPS) or (
         options.prefill == AUTO and options.precision is not None
     )

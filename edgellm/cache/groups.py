@@ -45,6 +45,7 @@ class CacheGroup:
     Attributes:
         layers: indices of the layers in the model; blocks hold them in this order.
         window: number of positions that a token sees, itself among them; None for all.
+        latent: width of latents in place of V; 0: there are none.
         readers: pairs of a layer without K and V of its own and of the one whose K and V it reads.
     """
 
@@ -53,6 +54,7 @@ class CacheGroup:
     kv_heads: int
     head_dim: int
     readers: tuple[tuple[int, int], ...] = ()
+    latent: int = 0
 
     @property
     def keeps_all(self) -> bool:
@@ -114,7 +116,8 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     for index, layer in enumerate(config.layers):
         mixer, states = layer.mixer, layer.state_mixer
         if isinstance(mixer, Attention):
-            kind = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim)
+            latent = 0 if mixer.latent is None else mixer.latent.rank
+            kind = CacheGroup((), mixer.window, mixer.kv_heads, mixer.head_dim, latent=latent)
             if mixer.kv_from is None:
                 layers.setdefault(kind, []).append(index)
             else:
@@ -222,7 +225,7 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
 def _block_bytes(group: Group, format: KVFormat) -> int:
     if isinstance(group, StateGroup):
         return 4 * len(group.layers) * group.elements
-    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
+    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim, "latent": group.latent}
     return block_bytes(format=format, layers=len(group.layers), **sizes)
 
 

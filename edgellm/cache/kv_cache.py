@@ -21,7 +21,7 @@ from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
 from edgellm.cache.group_table import GroupBlocks, StateTable
 from edgellm.cache.groups import Blocks, Group, StateGroup, places, resident_blocks, rows_at_once
-from edgellm.cache.prefix_index import Match, PrefixIndex
+from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError, OptionError
@@ -187,11 +187,11 @@ class KVCache:
         for group in self.groups:
             group.replica = group.replica or Replica(group.kv, device)
 
-    def sequence(self, tokens: SequenceOf[int] = (), *, root: bytes | None = None) -> Sequence:
+    def sequence(self, tokens: SequenceOf[int] = (), *, root: Root | None = None) -> Sequence:
         """Open a sequence that starts with the longest cached prefix of `tokens`.
 
         Args:
-            root: root name of the sequence's blocks; see `PrefixIndex.salted_root`.
+            root: root of the names of the sequence's blocks; see `PrefixIndex.salted_root`.
         """
         if self.disk is not None:
             longer = self._read_on(tokens, self.disk, root)
@@ -200,7 +200,7 @@ class KVCache:
         match = self.index.match(tokens, root=root)
         return self._holding(match, tokens, match.length, root)
 
-    def cached_prefix(self, tokens: SequenceOf[int], *, root: bytes | None = None) -> int:
+    def cached_prefix(self, tokens: SequenceOf[int], *, root: Root | None = None) -> int:
         """Return the number of tokens that `sequence(tokens)` would find cached."""
         match = self.index.match(tokens, root=root)
         if self.disk is None:
@@ -249,7 +249,7 @@ class KVCache:
                         continue
                     return
 
-    def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: bytes | None = None) -> int:
+    def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: Root | None = None) -> int:
         """Read blocks of a prefix that the pools lack from a store, for later sequences.
 
         Returns:
@@ -300,7 +300,7 @@ class KVCache:
         return len(data) == 0
 
     def _holding(
-        self, match: Match, tokens: SequenceOf[int], length: int, root: bytes | None
+        self, match: Match, tokens: SequenceOf[int], length: int, root: Root | None
     ) -> Sequence:
         """Open a sequence of the first `length` tokens of a match."""
         count = -(-length // BLOCK)
@@ -311,7 +311,7 @@ class KVCache:
         return Sequence(self, tables, list(tokens[:length]), root=root)
 
     def _read_on(
-        self, tokens: SequenceOf[int], store: BlockStore, root: bytes | None
+        self, tokens: SequenceOf[int], store: BlockStore, root: Root | None
     ) -> Sequence | None:
         """Open a sequence of the full blocks of a match and further ones from a store.
 
@@ -355,7 +355,7 @@ class KVCache:
         return True
 
     def _blocks_in(
-        self, store: BlockStore, match: Match, tokens: SequenceOf[int], root: bytes | None
+        self, store: BlockStore, match: Match, tokens: SequenceOf[int], root: Root | None
     ) -> int:
         """Count the leading full blocks of `tokens` in memory and, after those, in a store.
 
@@ -412,5 +412,6 @@ def _allocate(
         layers=len(layers),
         kv_heads=group.kv_heads,
         head_dim=group.head_dim,
+        latent=group.latent,
         key_offset=offset,
     )

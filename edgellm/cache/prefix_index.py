@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Literal
@@ -18,6 +19,8 @@ from edgellm.kernels.kv_blocks import BLOCK
 CacheEnd = Literal["whole", "new", "differs", "reused", "scored"]
 # Names that are kept of blocks whose memory was reused: half a million tokens, 0.5 MB.
 _REMEMBERED = 4096
+# Bits of a token's id in a name, below those of a mark.
+_TOKEN_BITS = 30
 
 
 @dataclass
@@ -45,6 +48,35 @@ class _Entry:
     def name(self) -> bytes:
         """Name of all tokens up to its end, if it is full."""
         return chain(self.parent, self.tokens)
+
+
+@dataclass(frozen=True)
+class Root:
+    """Beginning of the names of a sequence's blocks.
+
+    Attributes:
+        name: name of the empty prefix.
+        start: position from which on tokens have a mark in names, as an adapter changes their K
+            and V.
+        mark: the mark, of the bits that no token id has.
+    """
+
+    name: bytes
+    start: int = sys.maxsize
+    mark: int = 0
+
+    def named(self, tokens: Sequence[int], begin: int = 0) -> Sequence[int]:
+        """Return tokens from position `begin` on as they stand in names."""
+        plain = max(0, self.start - begin)
+        if plain >= len(tokens):
+            return tokens
+        return [*tokens[:plain], *(token | self.mark for token in tokens[plain:])]
+
+    def shifted(self, *, keep: int, discard: int) -> Root:
+        """Return the root of a sequence that forgets `discard` tokens behind the first `keep`."""
+        if not keep < self.start < sys.maxsize:
+            return self
+        return replace(self, start=max(keep, self.start - discard))
 
 
 @dataclass(frozen=True)
@@ -82,20 +114,29 @@ class PrefixIndex:
         """Name of the empty prefix, from the model's fingerprint, without a salt."""
         return self._root
 
-    def salted_root(self, salt: str) -> bytes:
-        """Return a root name for requests that share blocks only under the same salt.
+    def salted_root(self, salt: str, *, start: int = sys.maxsize, changed_by: str = "") -> Root:
+        """Return a root for requests that share blocks only under the same salt.
 
-        The salt "" gives `root`.
+        The salt "" gives the name `root`.
+
+        Args:
+            start: position from which on K and V are for those alone who have the same
+                `changed_by`, the digest of an adapter.
         """
-        return hashlib.sha256(self._root + salt.encode()).digest() if salt else self._root
+        name = hashlib.sha256(self._root + salt.encode()).digest() if salt else self._root
+        if not changed_by:
+            return Root(name)
+        mark = int.from_bytes(hashlib.sha256(changed_by.encode()).digest()[:4], "big") + 1
+        return Root(name, start, mark << _TOKEN_BITS)
 
-    def names(self, tokens: Sequence[int], *, root: bytes | None = None) -> Iterator[bytes]:
+    def names(self, tokens: Sequence[int], *, root: Root | None = None) -> Iterator[bytes]:
         """Yield the names of a sequence's full blocks, first to last.
 
         Args:
             root: see `salted_root`; None: `root`.
         """
-        name = root or self._root
+        root = root or Root(self._root)
+        name, tokens = root.name, root.named(tokens)
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             name = chain(name, tokens[end - BLOCK : end])
             yield name
@@ -103,13 +144,15 @@ class PrefixIndex:
     def holds(self, group: int, block: int) -> bool:
         return block in self._entries[group]
 
-    def match(self, tokens: Sequence[int], *, root: bytes | None = None) -> Match:
+    def match(self, tokens: Sequence[int], *, root: Root | None = None) -> Match:
         """Find the longest prefix of `tokens` for which every group has all blocks that it needs.
 
         Args:
-            root: root name of the blocks; see `salted_root`.
+            root: root of the blocks' names; see `salted_root`.
         """
-        full, parents = self._full_blocks(tokens, root or self._root)
+        root = root or Root(self._root)
+        tokens = root.named(tokens)
+        full, parents = self._full_blocks(tokens, root.name)
         for count in range(len(full), -1, -1):
             parent = parents[count]
             wanted = tuple(tokens[count * BLOCK : (count + 1) * BLOCK])

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.context_shift import ShiftingTable
 from edgellm.cache.group_table import GroupTable, StateTable
-from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, chain
+from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, Root, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView
 from edgellm.kernels.state_blocks import StateRows, StateView
@@ -59,6 +59,7 @@ class Sequence:
     Attributes:
         tables: block tables, one per cache group.
         tokens: ids of the tokens whose K and V are in the blocks.
+        root: root of the blocks' names, which `rename` changes; see `PrefixIndex.salted_root`.
         shareable: number of leading tokens whose K and V are position-exact, so that other
             sequences may begin with them. None: all. Tokens that moved up in a context shift have
             attended to the dropped tokens.
@@ -70,19 +71,15 @@ class Sequence:
         tables: list[GroupTable],
         tokens: list[int],
         *,
-        root: bytes | None = None,
+        root: Root | None = None,
     ) -> None:
         self.tables = tables
         self._cache = cache
         self._index = cache.index
-        self._names = [root or cache.index.root]  # names of all tokens before each block
+        self.root = root or Root(cache.index.root)
+        self._names = [self.root.name]  # names of all tokens before each block
         self.tokens = tokens
         self.shareable: int | None = None
-
-    @property
-    def root(self) -> bytes:
-        """Root name of the sequence's blocks; see `PrefixIndex.salted_root`."""
-        return self._names[0]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -254,6 +251,17 @@ class Sequence:
         other.shareable = self.shareable
         return other
 
+    def rename(self, root: Root) -> None:
+        """Go on under another root, without the tokens whose K and V are not the same there."""
+        same = min(root.start, self.root.start) if root.name == self.root.name else 0
+        if root == self.root:
+            return
+        if same < len(self):
+            self.enter_end()
+            self.truncate(same)
+        self.root = root
+        self._names[0] = root.name
+
     def shift(self, *, keep: int, discard: int) -> None:
         """Drop the `discard` tokens after the first `keep`; the tokens after them move up.
 
@@ -288,6 +296,7 @@ class Sequence:
             for table in self.tables
         ]
         first = keep // BLOCK
+        self.root = self.root.shifted(keep=keep, discard=discard)
         self.shareable = min(keep, self._shareable)
         self.tokens = tokens[: first * BLOCK]
         del self._names[first + 1 :]
@@ -338,7 +347,7 @@ class Sequence:
         last = (held[0][0] if held else table.first) - 1
         if last < oldest or (last + 1) * BLOCK > self._shareable:
             return held
-        passed = self.tokens[last * BLOCK : (last + 1) * BLOCK]
+        passed = self._held(last)
         block = self._index.find(self._name(last), passed, table.store.number)
         return held if block is None else [(last, block), *held]
 
@@ -346,7 +355,7 @@ class Sequence:
         """Return numbers and ids of its last `count` full blocks with states in memory."""
         held, found = dict(table.numbered), []
         for number in reversed(range(self._shareable // BLOCK)):
-            tokens = self.tokens[number * BLOCK : (number + 1) * BLOCK]
+            tokens = self._held(number)
             block = self._index.find(self._name(number), tokens, table.store.number)
             if block is not None or number in held:
                 found.append((number, held[number] if block is None else block))
@@ -357,23 +366,27 @@ class Sequence:
     def end_in(self, tokens: SequenceOf[int]) -> CacheEnd:
         """Return the reason why it holds no more of `tokens`, of which it is a prefix."""
         number, rows = divmod(len(self), BLOCK)
-        end = self._index.end_of(self._name(number), tokens[number * BLOCK :], rows)
+        behind = self.root.named(tokens[number * BLOCK :], number * BLOCK)
+        end = self._index.end_of(self._name(number), behind, rows)
         # prompts that differ in their first token have nothing to do with each other
         return "new" if end == "differs" and not len(self) else end
 
     def _name(self, number: int) -> bytes:
         """Return the name (hash) of all tokens before block `number`."""
         while len(self._names) <= number:
-            begin = (len(self._names) - 1) * BLOCK
-            self._names.append(chain(self._names[-1], self.tokens[begin : begin + BLOCK]))
+            self._names.append(chain(self._names[-1], self._held(len(self._names) - 1)))
         return self._names[number]
+
+    def _held(self, number: int) -> SequenceOf[int]:
+        """Return the tokens of block `number` as its name has them."""
+        begin = number * BLOCK
+        return self.root.named(self.tokens[begin : begin + BLOCK], begin)
 
     def _insert(self, number: int, blocks: SequenceOf[int | None]) -> None:
         """Enter a block into the prefix index, for the groups in which it is not None."""
-        held = self.tokens[number * BLOCK : (number + 1) * BLOCK]
         parent = self._name(number)
         line = self._names[: number + 1] if self._states else ()
-        self._index.insert(parent, held, blocks, line=line)
+        self._index.insert(parent, self._held(number), blocks, line=line)
 
     def _become(self, match: Match) -> None:
         """Hold the blocks of a cached prefix instead of the present ones."""

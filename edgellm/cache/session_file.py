@@ -34,6 +34,7 @@ class SavedSession:
         firsts: number of the first saved block of each cache group.
         adapter: digest of the adapter that K and V depend on; "": none.
         adapter_name: name that it had, for people.
+        adapter_start: position of the first token that it changes.
         arithmetic: arithmetic of the back end that computed the blocks (`Engine.arithmetic`).
     """
 
@@ -47,6 +48,7 @@ class SavedSession:
     firsts: list[int] = field(default_factory=list)
     adapter: str = ""
     adapter_name: str = ""
+    adapter_start: int = 0
 
 
 def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
@@ -115,6 +117,7 @@ def _header(path: Path, text: bytes) -> SavedSession:
     words += [saved.adapter, saved.adapter_name]
     right = all(isinstance(word, str) for word in words) and isinstance(saved.tokens, list)
     right = right and type(saved.computed) is int and 0 <= saved.computed <= len(saved.tokens)
+    right = right and type(saved.adapter_start) is int and saved.adapter_start >= 0
     right = right and isinstance(saved.firsts, list)
     right = right and all(type(first) is int and first >= 0 for first in saved.firsts)
     if saved.shareable is not None:

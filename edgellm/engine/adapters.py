@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from edgellm.backends.backend import Backend
 from edgellm.backends.registry import AUTO, NATIVE
 from edgellm.checks import check_number, check_path, check_text
-from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.lora import changes_of, open_adapter
 from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter, packed_bytes
@@ -22,6 +23,8 @@ from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
 
 # Folder or file of an adapter, perhaps with a factor of its changes.
 AdapterSource = str | Path | tuple[str | Path, float]
+# Position of a token that an adapter never comes to.
+NEVER = sys.maxsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +33,27 @@ class LoadedAdapter:
 
     Attributes:
         scale: factor of all its changes, over that of its file.
+        invocation: see `StoredAdapter`.
     """
 
     name: str
     path: Path
     scale: float
     weights: AdapterWeights
+    invocation: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
         """Digest of all its changes: adapters with the same one compute the same."""
-        return self.weights.digest
+        return " ".join([self.weights.digest, *map(str, self.invocation)])
+
+    def start(self, tokens: Sequence[int]) -> int:
+        """Return the position from which on it changes a prompt; `NEVER` without invocation."""
+        called, size = list(self.invocation), len(self.invocation)
+        if not called:
+            return 0
+        ends = range(len(tokens) - size, -1, -1)
+        return next((i for i in ends if list(tokens[i : i + size]) == called), NEVER)
 
 
 class Adapters:
@@ -78,8 +91,8 @@ class Adapters:
             raise OptionError("the name of an adapter is empty")
         self._require_native(name)
         self._require_free(name)
-        weights = _weights(self._bundle, where, scale=scale)
-        adapter = LoadedAdapter(name, where, float(scale), weights)
+        weights, invocation = _read(self._bundle, where, scale=scale)
+        adapter = LoadedAdapter(name, where, float(scale), weights, invocation)
         with self._lock:
             self._require_free(name)
             self._loaded = {**self._loaded, name: adapter}
@@ -133,16 +146,21 @@ def unknown_adapter(name: str, known: Mapping[str, object]) -> OptionError:
     )
 
 
-def _weights(bundle: Bundle, path: Path, *, scale: float) -> AdapterWeights:
-    """Read and pack an adapter for the weights of a bundle.
+def _read(bundle: Bundle, path: Path, *, scale: float) -> tuple[AdapterWeights, tuple[int, ...]]:
+    """Read an adapter, packed for the weights of a bundle, and its invocation.
 
     Raises:
         ModelFormatError, UnsupportedModelError: see `open_adapter` and `changes_of`.
     """
-    config = bundle.config
+    config, stored = bundle.config, open_adapter(path)
+    if max(stored.invocation, default=0) >= config.vocab_size:
+        raise ModelFormatError(
+            f"{path}: begins at the token {max(stored.invocation)}; the model has "
+            f"{config.vocab_size}"
+        )
     basis = open_key_basis(bundle.path, bundle.manifest.keys, config)
-    layers = changes_of(open_adapter(path), config)
-    return pack_adapter(
+    layers = changes_of(stored, config)
+    packed = pack_adapter(
         [
             {
                 name: _in_basis(change, basis, config, index, name, scale=scale)
@@ -151,6 +169,7 @@ def _weights(bundle: Bundle, path: Path, *, scale: float) -> AdapterWeights:
             for index, changes in enumerate(layers)
         ]
     )
+    return packed, stored.invocation
 
 
 def _in_basis(

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from edgellm.cache.prefix_index import CacheEnd, common_prefix
+from edgellm.cache.prefix_index import CacheEnd, Root, common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
 from edgellm.checks import check_token_ids
-from edgellm.engine.adapters import LoadedAdapter
+from edgellm.engine.adapters import NEVER, LoadedAdapter
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
 
@@ -84,35 +84,51 @@ class Context:
         self.shifts = False
         self.adapter = adapter
         self._salt = salt
-        self.sequence = engine.cache.sequence(root=self._root)
+        self.sequence = engine.cache.sequence(root=self._root_of(adapter, NEVER))
         self._swapped: _Swapped | None = None
         self._busy: object | None = None  # the answer that needs the blocks
 
     @property
     def salt(self) -> str:
         """Salt of the names of blocks; K and V of an adapter are for no other one to find."""
-        return self._salt if self.adapter is None else f"{self._salt} {self.adapter.digest}"
+        return self._salted(self.adapter)
+
+    def _salted(self, adapter: LoadedAdapter | None) -> str:
+        return self._salt if adapter is None else f"{self._salt} {adapter.digest}"
 
     @property
-    def _root(self) -> bytes:
-        return self.engine.cache.index.salted_root(self.salt)
+    def adapter_start(self) -> int:
+        """Position from which on the adapter, if any, changes the tokens."""
+        activated = self.adapter is not None and self.adapter.invocation
+        return self.sequence.root.start if activated else 0
+
+    def _root_of(self, adapter: LoadedAdapter | None, start: int) -> Root:
+        """Return the root of blocks that an adapter changes from a position on.
+
+        One that changes all tokens has a root of its own.
+        """
+        index = self.engine.cache.index
+        if adapter is None or not adapter.invocation:
+            return index.salted_root(self._salted(adapter))
+        return index.salted_root(self._salt, start=start, changed_by=adapter.weights.digest)
 
     def adapt(self, adapter: LoadedAdapter | None) -> None:
-        """Change the adapter; tokens whose K and V were computed with another one leave the cache.
+        """Change the adapter; tokens whose K and V it would compute otherwise leave the cache.
 
-        No answer may be on its way.
+        The tokens are a prompt, in which it may begin. No answer may be on its way.
         """
-        if digest_of(adapter) == digest_of(self.adapter):
+        start = NEVER if adapter is None else adapter.start(self.tokens)
+        root = self._root_of(adapter, start)
+        if root == self.sequence.root:
             self.adapter = adapter  # perhaps under another name
         elif len(self.sequence) or self._swapped is not None:
-            self.engine.thread.call(partial(self._adapt, adapter))
+            self.engine.thread.call(partial(self._adapt, adapter, root))
         else:
-            self._adapt(adapter)
+            self._adapt(adapter, root)
 
-    def _adapt(self, adapter: LoadedAdapter | None) -> None:
-        self.sequence.close()
+    def _adapt(self, adapter: LoadedAdapter | None, root: Root) -> None:
         self._swapped, self.adapter = None, adapter
-        self.sequence = self.engine.cache.sequence(root=self._root)
+        self.sequence.rename(root)
 
     @property
     def cached(self) -> int:
@@ -127,7 +143,7 @@ class Context:
     @property
     def findable(self) -> int:
         """Number of tokens that `begin` would take over."""
-        cached = self.engine.cache.cached_prefix(self.tokens[:-1], root=self._root)
+        cached = self.engine.cache.cached_prefix(self.tokens[:-1], root=self.sequence.root)
         return max(cached, min(self.cached, len(self.tokens) - 1))
 
     def set(self, tokens: list[int]) -> None:
@@ -219,6 +235,7 @@ class Context:
             arithmetic=engine.arithmetic,
             firsts=packed.firsts,
             adapter=digest_of(self.adapter),
+            adapter_start=self.adapter_start,
             adapter_name="" if self.adapter is None else self.adapter.name,
         )
         write_session(path, saved, packed.blocks)
@@ -230,7 +247,7 @@ class Context:
             return tokens, swapped
         kept = self.sequence.fork()
         if not len(kept):  # others may not have needed the blocks that it gave back
-            kept = self.engine.cache.sequence(tokens, root=self._root)
+            kept = self.engine.cache.sequence(tokens, root=self.sequence.root)
         try:
             kept.truncate(common_prefix(tokens, kept.tokens))
             return tokens, _Swapped.of(kept, self.engine)
@@ -257,6 +274,7 @@ class Context:
 
         def fill() -> bool:
             self.sequence.truncate(0)
+            self.sequence.rename(self._root_of(self.adapter, saved.adapter_start))
             if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
                 return False
             self.tokens = tokens
@@ -317,9 +335,9 @@ class Context:
     def begin(self) -> None:
         """Take over the longest cached prefix, without the last token."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
-        if cache.cached_prefix(prefix, root=self._root) > len(self.sequence):
+        if cache.cached_prefix(prefix, root=self.sequence.root) > len(self.sequence):
             self.sequence.close()
-            self.sequence = cache.sequence(prefix, root=self._root)
+            self.sequence = cache.sequence(prefix, root=self.sequence.root)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))
         self.sequence.expect(len(self.tokens))
 
@@ -351,9 +369,11 @@ class Context:
         end = keep + count
         if not count:
             return 0
+        root = self.sequence.root.shifted(keep=keep, discard=count)
         if len(self.sequence) > end:
             self.sequence.shift(keep=keep, discard=count)
         self._set(self.tokens[:keep] + self.tokens[end:])
+        self.sequence.rename(root)
         return count
 
     def become(self, other: Context) -> None:
@@ -398,7 +418,7 @@ class Context:
         if len(sequence) and not self.recomputable:
             self._swapped = _Swapped.of(sequence, engine)
         sequence.close()
-        self.sequence = engine.cache.sequence(root=self._root)
+        self.sequence = engine.cache.sequence(root=self.sequence.root)
 
     def forget(self, count: int) -> None:
         """Take the last `count` computed tokens out of the KV cache."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from edgellm.backends.backend import Backend
 from edgellm.backends.batch import Span
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.prefix_index import common_prefix
+from edgellm.cache.prefix_index import Root, common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.draft_policy import Purse
 from edgellm.engine.drafter import Evidence, Kind
@@ -61,7 +61,7 @@ class ModelDrafter:
 
     name = "model"
 
-    def __init__(self, model: DraftModel, *, root: bytes) -> None:
+    def __init__(self, model: DraftModel, *, root: Root) -> None:
         self._model = model
         self._root = root
         self._sequence: Sequence | None = None

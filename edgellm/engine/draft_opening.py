@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.mtp import MtpModel
-from edgellm.backends.packed_weights import open_mtp_weights
+from edgellm.backends.packed_weights import open_assistant_weights, open_mtp_weights
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, pool_blocks
@@ -17,13 +17,16 @@ from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.memory import draft_options, token_bytes
 from edgellm.engine.mtp import MtpHead
 from edgellm.errors import EdgeLLMError, OptionError
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
 from edgellm.kernels.native import library
+from edgellm.kernels.rope import RopeTable
 from edgellm.options import NO_DRAFT, EngineOptions, draft_refused
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MTP, PACKED
 from edgellm.store.prepare import prepare
+from edgellm.text.tokenizer import Tokenizer
 
 # First tokens of the vocabulary that a head guesses among. Those of most texts are there, as
 # tokenizers number the most frequent first; all 248,320 take a third of a step of Qwen3.5-0.8B.
@@ -64,27 +67,22 @@ def prepare_draft(
     return draft
 
 
-def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
-    """Load a draft model beside the model that it drafts for, in the thread of that.
+def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel | MtpHead:
+    """Load a draft model, or an assistant, beside the model that it drafts for.
 
     Raises:
-        OptionError: the vocabularies differ.
+        OptionError: the vocabularies differ, or it is an assistant of another model.
         EdgeLLMError: the draft model cannot be loaded.
     """
+    if bundle.config.backbone is not None:
+        return open_assistant(target, bundle)
     name, options = target.options.draft or bundle.manifest.name, target.options
     used = draft_options(bundle, options, ctx_size=target.ctx_size)
     try:
         model = LoadedModel(bundle, used, thread=target.thread)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
-    difference = first_difference(target.tokenizer.vocabulary, model.tokenizer.vocabulary)
-    if difference is not None:
-        token, wanted, found = difference
-        raise OptionError(
-            f"`draft` is {name!r}, which has another vocabulary than {target.bundle.manifest.name}:"
-            f" token {token} is {found!r}, and not {wanted!r}; name a model with the same "
-            "tokenizer, such as a smaller one of the same family"
-        )
+    _check_vocabulary(target, model.tokenizer, name=name)
     return DraftModel(
         decoder=model.decoder,
         cache=model.cache,
@@ -97,6 +95,64 @@ def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel:
         p_min=options.draft_p_min,
         token_steps=token_bytes(bundle) / token_bytes(target.bundle),
     )
+
+
+def open_assistant(target: LoadedModel, bundle: Bundle) -> MtpHead:
+    """Open a small model that reads hidden states, K and V of the one that it drafts for.
+
+    Raises:
+        OptionError: it is for another model.
+    """
+    config, options, compiled = bundle.config, target.options, library()
+    name = options.draft or bundle.manifest.name
+    assert compiled is not None  # see `prepare_draft`
+    tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=config.vocab_size)
+    _check_vocabulary(target, tokenizer, name=name)
+    sources = _sources(target.config, config)
+    if config.backbone != target.config.hidden_size or sources is None:
+        raise OptionError(
+            f"`draft` is {name!r}, which reads hidden states of {config.backbone} numbers, K and V "
+            f"of another model than {target.bundle.manifest.name}; name the one that was made for "
+            "this model, or a smaller model of the same family"
+        )
+    # a row is computed as if at the last position of the model's sequence, behind which it stands
+    ropes = [
+        RopeTable(table.cos[1:], table.sin[1:])
+        for table in rope_tables(config, target.ctx_size + 1)
+    ]
+    model = MtpModel(
+        compiled,
+        open_assistant_weights(bundle, target.bundle, sources),
+        ropes,
+        [group.blocks for group in target.cache.groups],
+        threads=target.threads,
+    )
+    return MtpHead(
+        model=model,
+        cache=None,
+        ctx_size=min(target.ctx_size, config.context_length),
+        tokens=options.draft_tokens,
+        p_min=options.draft_p_min,
+        token_steps=token_bytes(bundle) / token_bytes(target.bundle),
+    )
+
+
+def _sources(target: ModelConfig, config: ModelConfig) -> list[int] | None:
+    """Return the layer of a model whose K and V each layer of its assistant reads.
+
+    It is the last one with K and V of its own and the same window. None: there is none, or it has
+    heads of other sizes.
+    """
+    own = {a.window: i for i, a in target.attentions.items() if a.kv_from is None}
+    attentions = config.attentions.values()
+    if not {each.window for each in attentions} <= own.keys():
+        return None
+    sources = [own[each.window] for each in attentions]
+    for each, source in zip(attentions, sources, strict=True):
+        there = target.attentions[source]
+        if (each.kv_heads, each.head_dim) != (there.kv_heads, there.head_dim):
+            return None
+    return sources
 
 
 def open_mtp(target: LoadedModel) -> MtpHead | None:
@@ -132,6 +188,18 @@ def open_mtp(target: LoadedModel) -> MtpHead | None:
         p_min=options.draft_p_min,
         token_steps=read / token_bytes(bundle),
     )
+
+
+def _check_vocabulary(target: LoadedModel, tokenizer: Tokenizer, *, name: str) -> None:
+    """Refuse the draft model `name` if its tokens have other texts."""
+    difference = first_difference(target.tokenizer.vocabulary, tokenizer.vocabulary)
+    if difference is not None:
+        token, wanted, found = difference
+        raise OptionError(
+            f"`draft` is {name!r}, which has another vocabulary than {target.bundle.manifest.name}:"
+            f" token {token} is {found!r}, and not {wanted!r}; name a model with the same "
+            "tokenizer, such as a smaller one of the same family"
+        )
 
 
 def first_difference(

@@ -26,9 +26,9 @@ from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
-from edgellm.engine.drafter import TokenTable
 from edgellm.engine.mtp import MtpHead
 from edgellm.engine.thread import EngineThread
+from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.experts import ExpertMemory

@@ -34,12 +34,17 @@ class PrefillJob:
     """
 
     def __init__(
-        self, base: Sequence, tokens: SequenceOf[int], *, adapter: AdapterWeights | None = None
+        self,
+        base: Sequence,
+        tokens: SequenceOf[int],
+        *,
+        adapter: AdapterWeights | None = None,
+        adapter_start: int = 0,
     ) -> None:
         """Reserve room for `tokens` behind a sequence.
 
         Args:
-            adapter: see `Span`.
+            adapter, adapter_start: see `Span`.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -48,7 +53,7 @@ class PrefillJob:
         self.away = self.dropped = False
         self._base = base
         self._tokens = tokens
-        self._adapter = adapter
+        self._adapter, self._adapter_start = adapter, adapter_start
         self._hidden: Floats | None = None  # states that enter the next layer
         self._passed = 0
         self._layers: Layers | None = None  # layers of the last span; None: all
@@ -73,7 +78,15 @@ class PrefillJob:
         if layers is not None:
             group = LayerGroup(layers=range(layers.first, layers.end), entering=self._hidden)
             logit_rows = logit_rows if layers.end == layers.all else 0
-        return Span(self.growth, self._tokens, logit_rows, candidates, group, self._adapter)
+        return Span(
+            self.growth,
+            self._tokens,
+            logit_rows,
+            candidates,
+            group,
+            self._adapter,
+            self._adapter_start,
+        )
 
     def take(self, hidden: Floats) -> bool:
         """Park the rows after the layers of the last span; returns whether no layers are left."""

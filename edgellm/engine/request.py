@@ -310,10 +310,13 @@ class Request(Stream):
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         adapter = None if self.context.adapter is None else self.context.adapter.weights
+        plain = min(len(tokens), max(0, self.context.adapter_start - computed))
         if self.underway is None or layers is None:
             self._drop_job()
         if layers is not None or apart:
-            self.job = self.job or PrefillJob(self.context.sequence, tokens, adapter=adapter)
+            self.job = self.job or PrefillJob(
+                self.context.sequence, tokens, adapter=adapter, adapter_start=plain
+            )
             return self.job.span(layers, logit_rows=int(last), candidates=candidates)
         guess = self._speculation.draft(draft, self.tokens)
         return Span(
@@ -324,6 +327,7 @@ class Request(Stream):
             all_states=self.wants_states,
             drafted=len(guess),
             adapter=adapter,
+            adapter_start=plain,
         )
 
     @property
@@ -364,18 +368,18 @@ class Request(Stream):
             self._stats.steps += following is not None
         self.context.forget(self._speculation.settle())
         self.context.sequence.settle()
-        self._speculation.computed_states(self.tokens, self.context.cached, rows.hidden[:0])
+        self._speculation.computed_states(self.tokens, self.context.sequence, rows.hidden[:0])
 
     def computed_states(self, rows: Rows) -> None:
         """Use the hidden states of rows that have passed the last layer.
 
         They score a prompt, and tell what may follow.
         """
-        start = self.context.cached - len(rows.hidden)
-        self._speculation.computed_states(self.tokens, start, rows.hidden)
+        self._speculation.computed_states(self.tokens, self.context.sequence, rows.hidden)
         scores = self._scores
         if scores is None or scores.complete:
             return
+        start = self.context.cached - len(rows.hidden)
         scores.add(start, rows.hidden, should_stop=self.stop_now)
         if scores.complete:
             self.put(Piece("", prompt_logprobs=tuple(scores.tokens)))

@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.draft_policy import Choice, DraftPolicy
-from edgellm.engine.drafter import Drafter, Evidence, LookupDrafter, TableDrafter
+from edgellm.engine.drafter import Drafter, Evidence, StateDrafter
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.engine.mtp import MtpDrafter
+from edgellm.engine.prompt_lookup import LookupDrafter
+from edgellm.engine.token_table import TableDrafter
 from edgellm.errors import CacheFullError, first_line
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits
@@ -30,7 +32,7 @@ def speculation(engine: LoadedModel, options: GenerationOptions, *, salt: str) -
         return Speculation((), DraftPolicy())
     drafters: list[Drafter] = [LookupDrafter(engine.ctx_size)]
     if engine.token_table is not None:
-        root = engine.cache.index.salted_root(salt)
+        root = engine.cache.index.salted_root(salt).name
         drafters.append(TableDrafter(engine.token_table, root=root))
     model = engine.draft_model
     if model is not None:
@@ -87,14 +89,16 @@ class Speculation:
         self._choice = self._policy.choose(offers, most=most, company=company)
         return self._choice
 
-    def computed_states(self, tokens: Sequence[int], start: int, hidden: Floats) -> None:
-        """Show hidden states of tokens from `start` on to the drafter that guesses from them."""
-        drafter = self._drafters.get(MtpDrafter.name)
-        if isinstance(drafter, MtpDrafter):
-            try:
-                drafter.computed(tokens, start, hidden)
-            except Exception as error:
-                self._give_up(drafter, error)
+    def computed_states(
+        self, tokens: Sequence[int], sequence: CachedSequence, hidden: Floats
+    ) -> None:
+        """Show hidden states to the drafters that guess from them; see `StateDrafter`."""
+        for drafter in list(self._drafters.values()):
+            if isinstance(drafter, StateDrafter):
+                try:
+                    drafter.computed(tokens, sequence, hidden)
+                except Exception as error:
+                    self._give_up(drafter, error)
 
     def draft(self, count: int, tokens: Sequence[int]) -> list[int]:
         """Draft at most `count` tokens to compute together with the token sampled last.

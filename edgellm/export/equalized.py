@@ -14,6 +14,7 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
+from edgellm.graphs.layer_config import OTHER_MODEL
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import QuantizedWeight
@@ -60,7 +61,7 @@ class EqualizedCheckpoint:
         index = int(layer.split(".")[1])
         attention = self.config.layers[index].attention
         kind = attention.qk_norm
-        if part not in (_PROJECTIONS if kind == "none" else _NORMS):
+        if attention.latent is not None or part not in (_PROJECTIONS if kind == "none" else _NORMS):
             return tensor
         exponents = self._basis.exponents[index]
         if part.startswith("k"):
@@ -110,6 +111,11 @@ def choose_basis(checkpoint: Checkpoint) -> KeyBasis:
         there = config.attentions.get(layer)
         if there is None:
             exponents.append(none.astype(np.int8))
+        elif there.latent is not None:  # what RoPE turns of its keys is small
+            exponents.append(np.zeros((1, len(config.rope_of(layer).inv_freq)), np.int8))
+        elif there.kv_from == OTHER_MODEL:  # its basis is known when both are opened
+            shape = there.kv_heads, len(config.rope_of(layer).inv_freq)
+            exponents.append(np.zeros(shape, np.int8))
         elif there.kv_from is not None:  # Q meets the keys of that layer
             exponents.append(exponents[there.kv_from])
         else:

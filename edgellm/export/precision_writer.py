@@ -169,7 +169,8 @@ def store_packed_weights(
         if spec.role == "vector":
             writer.vector(name)
         else:
-            writer.matrix(name, reader.table(name), spec)
+            read = reader.linear if spec.role == "linear" else reader.table
+            writer.matrix(name, read(name), spec)
     reader.report.decode_bytes = sum(nbytes for _, nbytes in writer.read)
     if all(in_file for in_file, _ in writer.read):
         reader.report.file_bytes = sum(in_file for in_file, _ in writer.read)

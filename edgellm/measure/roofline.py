@@ -17,6 +17,7 @@ from edgellm.backends.timing import best_seconds
 from edgellm.cache.groups import StateGroup, cache_groups
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensors import multiplied_parameters
 from edgellm.kernels.gpu.device import device_name, require
 from edgellm.kernels.kv_blocks import BLOCK, KVFormat, block_bytes
@@ -119,7 +120,11 @@ def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat)
     cached = sum(8 * g.elements * len(g.layers) for g in groups if isinstance(g, StateGroup))
     for index, attention in config.attentions.items():
         block = block_bytes(
-            format=kv_format, layers=1, kv_heads=attention.kv_heads, head_dim=attention.head_dim
+            format=kv_format,
+            layers=1,
+            kv_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            latent=0 if attention.latent is None else attention.latent.rank,
         )
         cached += block * _seen(config, index, tokens) // BLOCK
     if precision == PACKED:
@@ -138,10 +143,17 @@ def _flops(config: ModelConfig, tokens: int) -> float:
     channel of each position that a token sees, once for scores and once for sums of values.
     """
     attended = sum(
-        attention.size * _mean_seen(config, index, tokens)
+        _channels(attention) * _mean_seen(config, index, tokens)
         for index, attention in config.attentions.items()
     )
     return 2.0 * (multiplied_parameters(config) + 2 * attended)
+
+
+def _channels(attention: Attention) -> int:
+    """Return the channels of scores and of sums of values of all heads, half of them."""
+    if attention.latent is None:
+        return attention.size
+    return attention.heads * (attention.head_dim + 2 * attention.latent.rank) // 2
 
 
 def _seen(config: ModelConfig, layer: int, tokens: int) -> int:

@@ -69,6 +69,7 @@ def _is_clamped(layer: LayerConfig) -> bool:
 PARTS = (
     Part("experts", _routing(lambda _: True), (*_ALONE, "cuda")),
     Part("experts chosen by sigmoids", _routing(lambda x: x.scores == "sigmoid"), _GPU),
+    Part("groups of experts", _routing(lambda x: x.groups > 1), _GPU),
     Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _GPU),
     Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _GPU),
     Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
@@ -85,6 +86,8 @@ PARTS = (
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
+    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
+    Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
     Part("scaled layers", _layer(lambda x: x.scaled), _ALL),

@@ -14,7 +14,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.gguf_checkpoint import tensor_of
 from edgellm.graphs.gguf_file import GGUFFile
-from edgellm.graphs.lora.stored import StoredAdapter, StoredChange
+from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, invocation_of
 
 _KEY = re.compile(r"(?P<name>.+)\.lora_(?P<part>[ab])")
 
@@ -35,7 +35,7 @@ def read(path: Path) -> StoredAdapter:
             "model"
         )
     fields.require("adapter.type", "lora")
-    fields.require("adapter.alora.invocation_tokens", [])
+    invocation = invocation_of(fields, "adapter.alora.invocation_tokens")
     alpha = fields.read(float, "adapter.lora.alpha")
     pairs: dict[str, dict[str, str]] = {}
     for key in file.tensors:
@@ -50,4 +50,5 @@ def read(path: Path) -> StoredAdapter:
         a, b = (tensor_of(file.tensors[keys[part]], origin=str(path)) for part in "ab")
         rank = (*b.shape, 0)[1]
         changes[name] = StoredChange(a, b, alpha / rank if alpha and rank else 1.0)
-    return StoredAdapter(str(path), fields.read(str, "general.architecture"), changes)
+    architecture = fields.read(str, "general.architecture")
+    return StoredAdapter(str(path), architecture, changes, invocation)

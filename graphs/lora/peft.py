@@ -12,7 +12,13 @@ from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.lora.stored import StoredAdapter, StoredChange, hf_name, matrices
+from edgellm.graphs.lora.stored import (
+    StoredAdapter,
+    StoredChange,
+    hf_name,
+    invocation_of,
+    matrices,
+)
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,6 +41,7 @@ def read(folder: Path) -> StoredAdapter:
     """
     fields = Fields(read_json(folder / CONFIG), origin=str(folder / CONFIG))
     _refuse_other_kinds(fields)
+    invocation = invocation_of(fields, "alora_invocation_tokens")
     if not (folder / WEIGHTS).exists():
         pickles = [p.name for p in folder.glob("*.bin")]
         advice = f"; {pickles[0]} is a pickle and is never opened" if pickles else ""
@@ -47,7 +54,7 @@ def read(folder: Path) -> StoredAdapter:
         hf_name(module): StoredChange(a, b, scales.of(module, (*a.shape, 0)[0]))
         for module, (a, b) in pairs.items()
     }
-    return StoredAdapter(str(folder), None, changes)
+    return StoredAdapter(str(folder), None, changes, invocation)
 
 
 def _refuse_other_kinds(fields: Fields) -> None:
@@ -57,8 +64,7 @@ def _refuse_other_kinds(fields: Fields) -> None:
         fields.require(key, False)
     for key in ("modules_to_save", "target_parameters", "layer_replication"):
         fields.require(key, [])
-    for key in ("alora_invocation_tokens", "trainable_token_indices"):
-        fields.require(key)
+    fields.require("trainable_token_indices")
     fields.require("bias", "none")
     fields.require("init_lora_weights", *_PLAIN_BEGINNINGS)
 

@@ -51,11 +51,26 @@ class StoredAdapter:
         architecture: `general.architecture` of a GGUF file; None: a file of another format, whose
             names are those of Hugging Face.
         changes: changes by the names of the matrices in files of the model.
+        invocation: tokens whose last occurrence in a prompt is where the adapter begins (activated
+            LoRA, arXiv:2504.12397); empty: it changes all tokens.
     """
 
     origin: str
     architecture: str | None
     changes: Mapping[str, StoredChange]
+    invocation: tuple[int, ...] = ()
+
+
+def invocation_of(fields: Fields, key: str) -> tuple[int, ...]:
+    """Return the tokens at which an adapter begins, see `StoredAdapter`.
+
+    Raises:
+        ModelFormatError: they are no list of token ids.
+    """
+    tokens = fields.optional(list, key) or []
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise ModelFormatError(f"{fields.origin}: {key} is {tokens!r:.100}; token ids are expected")
+    return tuple(tokens)
 
 
 def hf_name(module: str) -> str:
@@ -146,8 +161,12 @@ def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
     """
     if spec.experts is not None:
         part = "a matrix of an expert"
-    elif not layer.attends and spec.name not in ("gate", "up", "down"):
+    elif spec.name in ("gate", "up", "down"):
+        return
+    elif not layer.attends:
         part = "a matrix of a mixer with a state"
+    elif layer.attention.latent is not None:
+        part = "a matrix of attention over latents"
     elif spec.name not in CHANGED:
         part = "neither of attention nor of the MLP"
     else:

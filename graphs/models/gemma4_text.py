@@ -1,6 +1,7 @@
 """Gemma 4: the last layers read K and V of others, and tokens have embeddings for each layer.
 
-In 26B-A4B the MLP stands beside experts, each behind and before norms of its own.
+In 26B-A4B the MLP stands beside experts, each behind and before norms of its own. An assistant is a
+small Gemma 4 that drafts for a large one: all its layers read K and V of that one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, SharedExpert
+from edgellm.graphs.layer_config import (
+    OTHER_MODEL,
+    Attention,
+    LayerConfig,
+    Mlp,
+    Rope,
+    SharedExpert,
+)
 from edgellm.graphs.layer_kinds import FULL, SLIDING, layer_types, sliding_of_gguf
 from edgellm.graphs.stack import cut_rows
 from edgellm.graphs.tensor import Tensor, rows_of_tensor
@@ -40,6 +48,8 @@ _HF_NAMES: Names = {
     "layer_output": "model.layers.{}.per_layer_projection.weight",
     "post_layer_norm": "model.layers.{}.post_per_layer_input_norm.weight",
     "layer_scale": "model.layers.{}.layer_scalar",
+    "combine": "pre_projection.weight",
+    "project": "post_projection.weight",
     **{f"shared_{x}": f"model.layers.{{}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
     "shared_post_norm": "model.layers.{}.post_feedforward_layernorm_1.weight",
     "router": "model.layers.{}.router.proj.weight",
@@ -64,6 +74,8 @@ _GGUF_NAMES: Names = {
     "layer_output": "blk.{}.proj.weight",
     "post_layer_norm": "blk.{}.post_norm.weight",
     "layer_scale": _SCALE,
+    "combine": "nextn.pre_projection.weight",
+    "project": "nextn.post_projection.weight",
     **{f"shared_{x}": f"blk.{{}}.ffn_{x}.weight" for x in ("gate", "up", "down")},
     "shared_post_norm": "blk.{}.post_ffw_norm_1.weight",
     "router_norm": "blk.{}.ffn_gate_inp.scale",
@@ -111,7 +123,7 @@ class _Layers:
         sliding: for each layer, whether it has the window.
         intermediate: width of each layer's MLP.
         local, full: attention of layers with and without the window.
-        shared: number of last layers that read K and V of others.
+        shared: number of last layers that read K and V of others; all of them: of another model.
         scaled: for each layer, whether the residual is multiplied at its end.
         experts, expert_width: choice of experts beside each MLP, and their width; None: there are
             none.
@@ -150,6 +162,8 @@ class _Layers:
             raise ModelFormatError(f"{origin}: {self.shared} layers share K and V of others")
         if index < first:
             return kind
+        if first == 0:
+            return replace(kind, kv_from=OTHER_MODEL, k_as_v=False)
         sources = [i for i in range(first) if self.sliding[i] == self.sliding[index]]
         if not sources:
             raise ModelFormatError(
@@ -189,7 +203,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     k_as_v = fields.optional(bool, "attention_k_eq_v") or False
     kv_heads, head_dim = fields.read(int, "num_key_value_heads"), fields.read(int, "head_dim")
     full_heads, full_dim = _full_sizes(fields, sliding, kv_heads, k_as_v=k_as_v)
-    shared = fields.optional(int, "num_kv_shared_layers") or 0
+    backbone = fields.optional(int, "backbone_hidden_size")
+    shared = fields.optional(int, "num_kv_shared_layers") or (0 if backbone is None else count)
     wide = 2 if fields.optional(bool, "use_double_wide_mlp") else 1
     width = fields.optional(int, "hidden_size_per_layer_input") or None
     if width is not None:
@@ -228,9 +243,15 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         context_length=rope_scaling.context_of_hf(fields, layer_type=FULL),
         tied_embedding=fields.optional(bool, "tie_word_embeddings") is not False,
         embedding_scale=hidden_size**0.5,
-        logit_softcap=fields.optional(float, "final_logit_softcapping") or None,
+        logit_softcap=_softcap(fields, backbone),
         layer_embedding=width,
+        backbone=backbone,
     )
+
+
+def _softcap(fields: Fields, backbone: int | None) -> float | None:
+    softcap = fields.optional(float, "final_logit_softcapping") or None
+    return softcap if backbone is None else None  # an assistant's settings may name it, unused
 
 
 def _full_sizes(
@@ -270,7 +291,11 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     local_dim = fields.optional(int, "attention.key_length_swa") or full_dim
     fields.require("attention.value_length", full_dim)
     fields.require("attention.value_length_swa", local_dim)
+    backbone = fields.optional(int, "embedding_length_out")
     shared = fields.optional(int, "attention.shared_kv_layers") or 0
+    if backbone is not None:
+        fields.ignore("nextn_predict_layers")
+        shared = count
     own = range(max(count - shared, 0))
     k_as_v = any(f"blk.{i}.attn_v.weight" not in header.tensors for i in own if not sliding[i])
     theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
@@ -305,7 +330,8 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         context_length=rope_scaling.context_of_gguf(header),
         tied_embedding="output.weight" not in header.tensors,
         embedding_scale=hidden_size**0.5,
-        logit_softcap=fields.optional(float, "final_logit_softcapping") or None,
+        logit_softcap=_softcap(fields, backbone),
+        backbone=backbone,
         layer_embedding=fields.optional(int, "embedding_length_per_layer_input") or None,
     )
 

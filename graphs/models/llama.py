@@ -77,12 +77,14 @@ def config_from_gguf(
     *,
     norm_eps: str = "attention.layer_norm_rms_epsilon",
     hybrid: bool = False,
+    head_dim: int | None = None,
 ) -> ModelConfig:
     """Read Llama's keys of a GGUF file as a ModelConfig, which other families change.
 
     Args:
         norm_eps: key of the norms' epsilon in the family's files.
         hybrid: whether layers may have 0 KV heads, as they do not attend.
+        head_dim: width of heads in place of that in the file.
     """
     fields = header.fields
     fields.require("attention.causal", True)
@@ -90,8 +92,9 @@ def config_from_gguf(
         fields.read(int, "embedding_length"),
         fields.uniform("attention.head_count"),
     )
-    head_dim = fields.optional(int, "attention.key_length") or hidden_size // max(heads, 1)
-    fields.require("attention.value_length", head_dim)
+    if head_dim is None:
+        head_dim = fields.optional(int, "attention.key_length") or hidden_size // max(heads, 1)
+        fields.require("attention.value_length", head_dim)
     biases = {x for x in ("q", "qkv", "output") if f"blk.0.attn_{x}.bias" in header.tensors}
     layer = LayerConfig(
         mixer=Attention(

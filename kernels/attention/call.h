@@ -7,7 +7,7 @@ namespace edgellm {
 
 // Queries of consecutive tokens, and where they stand.
 struct Queries {
-    const float* q;  // [tokens, heads, head_dim], after RoPE
+    const float* q;  // [tokens, heads, key_dim], after RoPE
     int32_t heads, tokens, start, window;
     float scale, softcap;  // of the scores; softcap 0: none
     const float* sinks;    // [heads], a score of each head that has no key and no value, or null
@@ -17,7 +17,7 @@ struct Queries {
 struct AttendCall {
     KV kv;
     Queries queries;
-    float* out;  // [tokens, heads, head_dim]
+    float* out;  // [tokens, heads, value_dim]
     int32_t layer, threads;
 };
 

@@ -19,11 +19,11 @@ constexpr int COLUMNS = 1;
 #endif
 
 // What one row of a split, or of several, comes to: largest score, sum of weights, weighted values.
-// In memory: maximum, total, values[head_dim].
-inline void join(float* into, const float* part, int head_dim) {
+// In memory: maximum, total, values[value_dim].
+inline void join(float* into, const float* part, int value_dim) {
     if (part[1] == 0) return;
     if (into[1] == 0) {
-        std::memcpy(into, part, sizeof(float) * (head_dim + 2));
+        std::memcpy(into, part, sizeof(float) * (value_dim + 2));
         return;
     }
     const float top = into[0] > part[0] ? into[0] : part[0];
@@ -31,7 +31,7 @@ inline void join(float* into, const float* part, int head_dim) {
     const float b = exp_negative(splat(part[0] - top))[0];
     into[0] = top;
     into[1] = into[1] * a + part[1] * b;
-    for (int d = 2; d < head_dim + 2; ++d) into[d] = into[d] * a + part[d] * b;
+    for (int d = 2; d < value_dim + 2; ++d) into[d] = into[d] * a + part[d] * b;
 }
 
 // The softmax of R rows over a block, the rows beside each other: scores [R, BLOCK] become weights, and
@@ -62,19 +62,19 @@ inline void soften(float* scores, int width, float* maximum, float* total, float
     unrolled<R>([&](int r) { total[r] = total[r] * shrink[r] + sum_of(sum[r]); });
 }
 
-inline int padded(int head_dim) { return (head_dim + LANES - 1) / LANES * LANES; }
+inline int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
 
 // The rows of a tile, at one block of keys.
 struct TileState {
     float* scores;              // [TILE, BLOCK]
-    float* values;              // [TILE, padded(head_dim)], weighted sums so far
+    float* values;              // [TILE, padded(value_dim)], weighted sums so far
     float shrink[TILE];
 };
 
 #include "int8_rows.h"
 #include "float_rows.h"
 
-// Rows first .. first + rows of a KV head over key splits from .. to; `parts` [rows, head_dim + 2].
+// Rows first .. first + rows of a KV head over key splits from .. to; `parts` [rows, value_dim + 2].
 // `next_row` of the pool is where this thread will likely go on afterwards.
 struct AttendTask {
     int layer, kv_head, first, rows, from, to;
@@ -87,9 +87,9 @@ class Walk {
 public:
     Walk(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task)
         : kv_(kv), queries_(queries), task_(task), group_(queries.heads / kv.kv_heads),
-          step_(padded(kv.head_dim)), memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
+          step_(padded(kv.value_dim())), memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
           rows_(kv, memory_) {
-        float* floats = reinterpret_cast<float*>(memory_ + (Rows::bytes(kv.head_dim) + 63) / 64 * 64);
+        float* floats = reinterpret_cast<float*>(memory_ + (Rows::bytes(kv) + 63) / 64 * 64);
         maximum_ = floats;
         total_ = maximum_ + edgellm::ROWS_PER_TASK;
         scores_ = total_ + edgellm::ROWS_PER_TASK;
@@ -101,8 +101,8 @@ public:
         for (int r = 0; r < task_.rows; ++r) {
             const int row = task_.first + r, head = task_.kv_head * group_ + row % group_;
             const size_t at = size_t(row / group_) * queries_.heads + head;
-            rows_.set_query(r, queries_.q + at * kv_.head_dim, queries_.scale);
-            task_.parts[size_t(r) * (kv_.head_dim + 2) + 1] = 0;
+            rows_.set_query(r, queries_.q + at * kv_.key_dim(), queries_.scale);
+            task_.parts[size_t(r) * (kv_.value_dim() + 2) + 1] = 0;
         }
         for (int s = task_.from; s < task_.to; ++s) split(s * edgellm::SPLIT);
     }
@@ -111,7 +111,7 @@ private:
     size_t total_bytes() const {
         const size_t floats = 2 * edgellm::ROWS_PER_TASK + TILE * edgellm::BLOCK +
                               edgellm::MAX_HEAD_DIM + 16 + edgellm::ROWS_PER_TASK * size_t(step_);
-        return Rows::bytes(kv_.head_dim) + 64 + 4 * floats;
+        return Rows::bytes(kv_) + 64 + 4 * floats;
     }
 
     int position(int r) const { return queries_.start + (task_.first + r) / group_; }
@@ -138,8 +138,8 @@ private:
         for (int r = 0; r < task_.rows; ++r) {
             part_[0] = maximum_[r];
             part_[1] = total_[r];
-            std::memcpy(part_ + 2, values_ + size_t(r) * step_, sizeof(float) * kv_.head_dim);
-            join(task_.parts + size_t(r) * (kv_.head_dim + 2), part_, kv_.head_dim);
+            std::memcpy(part_ + 2, values_ + size_t(r) * step_, sizeof(float) * kv_.value_dim());
+            join(task_.parts + size_t(r) * (kv_.value_dim() + 2), part_, kv_.value_dim());
         }
     }
 
@@ -195,16 +195,16 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
     }
 }
 
-// A row's sums become its result, `out` [head_dim]; a head's sink takes part in the softmax alone.
+// A row's sums become its result, `out` [value_dim]; a head's sink takes part in the softmax alone.
 inline void finish_row(const edgellm::KV& kv, const float* part, const float* sinks, int head, float* out) {
     const float total = part[1] + (sinks ? std::exp(sinks[head] - part[0]) : 0);
-    for (int d = 0; d < kv.head_dim; ++d) out[d] = part[2 + d] / total;
-    if (kv.spread(false)) hadamard(out, kv.head_dim);
+    for (int d = 0; d < kv.value_dim(); ++d) out[d] = part[2 + d] / total;
+    if (kv.spread(false)) hadamard(out, kv.value_dim());
 }
 
 inline void attend(const edgellm::AttendCall& call) {
     const edgellm::Queries& queries = call.queries;
-    const int head_dim = call.kv.head_dim, group = queries.heads / call.kv.kv_heads;
+    const int value_dim = call.kv.value_dim(), group = queries.heads / call.kv.kv_heads;
     const int all = queries.tokens * group;
     const int tasks = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
@@ -216,8 +216,8 @@ inline void attend(const edgellm::AttendCall& call) {
         attend_rows(call.kv, queries, task);
         for (int r = 0; r < task.rows; ++r) {
             const int row = task.first + r, head = task.kv_head * group + row % group;
-            const float* part = parts + size_t(r) * (head_dim + 2);
-            float* out = call.out + (size_t(row / group) * queries.heads + head) * head_dim;
+            const float* part = parts + size_t(r) * (value_dim + 2);
+            float* out = call.out + (size_t(row / group) * queries.heads + head) * value_dim;
             finish_row(call.kv, part, queries.sinks, head, out);
         }
     });

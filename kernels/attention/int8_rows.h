@@ -4,48 +4,37 @@
 // line with each that is read.
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// Keys went through the Hadamard transform, and so do the queries.
-class Int8Rows {
+// Query rows, or a part of each, as codes with a scale for each row.
+class CodedQueries {
 public:
-    static size_t bytes(int head_dim) {
-        return edgellm::ROWS_PER_TASK * (2 * size_t(head_dim) + 12) + 2 * TILE * edgellm::BLOCK;
-    }
+    static size_t bytes(int width) { return edgellm::ROWS_PER_TASK * (2 * size_t(width) + 12); }
 
-    Int8Rows(const edgellm::KV& kv, char* memory) : kv_(kv), head_dim_(kv.head_dim) {
+    CodedQueries(char* memory, int width) : width_(width) {
         scale_ = reinterpret_cast<float*>(memory);
         start_ = reinterpret_cast<int32_t*>(scale_ + edgellm::ROWS_PER_TASK);
         fine_start_ = start_ + edgellm::ROWS_PER_TASK;
-        high_ = reinterpret_cast<int8_t*>(fine_start_ + edgellm::ROWS_PER_TASK);
-        low_ = high_ + TILE * edgellm::BLOCK;
-        codes_ = low_ + TILE * edgellm::BLOCK;
-        fine_ = codes_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
+        codes_ = reinterpret_cast<int8_t*>(fine_start_ + edgellm::ROWS_PER_TASK);
+        fine_ = codes_ + edgellm::ROWS_PER_TASK * size_t(width_);
     }
 
-    void set_query(int r, const float* q, float norm) {
-        float spread[edgellm::MAX_HEAD_DIM];
-        std::memcpy(spread, q, sizeof(float) * head_dim_);
-        hadamard(spread, head_dim_);
-        const size_t at = size_t(r) * head_dim_;
-        const RowScale found = quantize_row(spread, head_dim_, codes_ + at);
+    // `spread`: whether the keys went through the Hadamard transform, and so does the query.
+    void set(int r, const float* q, float norm, bool spread) {
+        float row[edgellm::MAX_HEAD_DIM];
+        std::memcpy(row, q, sizeof(float) * width_);
+        if (spread) hadamard(row, width_);
+        const size_t at = size_t(r) * width_;
+        const RowScale found = quantize_row(row, width_, codes_ + at);
         scale_[r] = found.scale * norm / FINE_STEPS;
         start_[r] = START * found.total;
-        fine_start_[r] = START * quantize_rest(spread, head_dim_, found.scale, codes_ + at, fine_ + at);
+        fine_start_[r] = START * quantize_rest(row, width_, found.scale, codes_ + at, fine_ + at);
     }
 
-    // The block at `first_row` of the pool; the one at `next_row` will follow.
-    void open(size_t first_row, size_t next_row, int) {
-        k_ = static_cast<const int8_t*>(kv_.k) + first_row * head_dim_;
-        v_ = static_cast<const int8_t*>(kv_.v) + first_row * head_dim_;
-        k_scale_ = kv_.k_scale + first_row;
-        v_scale_ = kv_.v_scale + first_row;
-        to_next_ = (ptrdiff_t(next_row) - ptrdiff_t(first_row)) * head_dim_;
-    }
-
-    template <int R, bool AHEAD>
-    void score(int first, int width, float* scores) {
-        const int8_t *codes = codes_ + size_t(first) * head_dim_, *fine = fine_ + size_t(first) * head_dim_;
-        const size_t head_dim = head_dim_;
-        const int8_t* ahead = k_ + to_next_;
+    // scores (+)= products of R rows with `width` keys, in panels; `ahead` is what will be read next.
+    template <int R, bool AHEAD, bool ADD>
+    void score(int first, int width, const int8_t* panels, const float* k_scale, const int8_t* ahead,
+               float* scores) const {
+        const int8_t *codes = codes_ + size_t(first) * width_, *fine = fine_ + size_t(first) * width_;
+        const size_t head_dim = width_;
         for (int j = 0; j < width; j += COLUMNS * LANES) {
             IVec sum[R][COLUMNS], rest[R][COLUMNS];
             unrolled<R>([&](int r) {
@@ -54,7 +43,7 @@ public:
                     rest[r][c] = splat_int(fine_start_[first + r]);
                 });
             });
-            const int8_t* keys = k_ + kv_.key_place(j, 0);
+            const int8_t* keys = panels + edgellm::KV::key_place(j, 0, width_);
             constexpr int READ = 4 * LANES * COLUMNS;
             static_assert(COLUMNS == 1 || LANES == edgellm::KEYS, "a column is a panel of keys");
             for (size_t d = 0; d < head_dim; d += 4, keys += 4 * edgellm::KEYS, ahead += READ) {
@@ -76,25 +65,73 @@ public:
                 unrolled<COLUMNS>([&](int c) {
                     const int at = j + c * LANES;
                     const Vec whole = to_float(sum[r][c] * FINE_STEPS + rest[r][c]);
-                    store(scores + r * edgellm::BLOCK + at,
-                          whole * (load(k_scale_ + at) * splat(scale_[first + r])));
+                    const Vec score = whole * (load(k_scale + at) * splat(scale_[first + r]));
+                    float* out = scores + r * edgellm::BLOCK + at;
+                    store(out, ADD ? load(out) + score : score);
                 });
             });
         }
+    }
+
+private:
+    const int width_;
+    float* scale_;
+    int32_t *start_, *fine_start_;
+    int8_t *codes_, *fine_;
+};
+
+// Keys went through the Hadamard transform, and so do the queries. Latents are values, turned around block by block
+// to be keys as well.
+class Int8Rows {
+public:
+    static size_t bytes(const edgellm::KV& kv) {
+        return CodedQueries::bytes(kv.head_dim) + CodedQueries::bytes(kv.latent) + 2 * TILE * edgellm::BLOCK +
+               edgellm::BLOCK * size_t(kv.latent);
+    }
+
+    Int8Rows(const edgellm::KV& kv, char* memory)
+        : kv_(kv), head_dim_(kv.head_dim), value_dim_(kv.value_dim()), queries_(memory, kv.head_dim),
+          latent_queries_(memory + CodedQueries::bytes(kv.head_dim), kv.latent) {
+        high_ = reinterpret_cast<int8_t*>(memory) + CodedQueries::bytes(kv.head_dim) + CodedQueries::bytes(kv.latent);
+        low_ = high_ + TILE * edgellm::BLOCK;
+        latents_ = low_ + TILE * edgellm::BLOCK;
+    }
+
+    void set_query(int r, const float* q, float norm) {
+        queries_.set(r, q, norm, true);
+        if (kv_.latent) latent_queries_.set(r, q + head_dim_, norm, kv_.spread(false));
+    }
+
+    // The block at `first_row` of the pool; the one at `next_row` will follow.
+    void open(size_t first_row, size_t next_row, int count) {
+        k_ = static_cast<const int8_t*>(kv_.k) + first_row * head_dim_;
+        v_ = static_cast<const int8_t*>(kv_.v) + first_row * value_dim_;
+        k_scale_ = kv_.k_scale + first_row;
+        v_scale_ = kv_.v_scale + first_row;
+        const ptrdiff_t rows = ptrdiff_t(next_row) - ptrdiff_t(first_row);
+        k_to_next_ = rows * head_dim_;
+        v_to_next_ = rows * value_dim_;
+        if (kv_.latent) turn_latents(count);
+    }
+
+    template <int R, bool AHEAD>
+    void score(int first, int width, float* scores) {
+        queries_.score<R, AHEAD, false>(first, width, k_, k_scale_, k_ + k_to_next_, scores);
+        if (kv_.latent) latent_queries_.score<R, false, true>(first, width, latents_, v_scale_, latents_, scores);
     }
 
     template <int R, bool AHEAD>
     void add(TileState& tile, int count, int width) {
         float w_scale[R];
         split_weights<R>(tile.scores, width, w_scale);
-        const int quads = (count + 3) / 4, step = padded(head_dim_);
+        const int quads = (count + 3) / 4, step = padded(value_dim_);
         constexpr int WIDE = LANES == 16 && R < 4 ? 4 : 2;  // as many as there are registers for
         int d = 0;
-        for (; d + WIDE * LANES <= head_dim_; d += WIDE * LANES)
+        for (; d + WIDE * LANES <= value_dim_; d += WIDE * LANES)
             add_columns<R, WIDE, false, AHEAD>(tile, d, quads, step, w_scale);
-        for (; d + LANES <= head_dim_; d += LANES)
+        for (; d + LANES <= value_dim_; d += LANES)
             add_columns<R, 1, false, AHEAD>(tile, d, quads, step, w_scale);
-        if (d < head_dim_) add_columns<R, 1, true, AHEAD>(tile, d, quads, step, w_scale);
+        if (d < value_dim_) add_columns<R, 1, true, AHEAD>(tile, d, quads, step, w_scale);
     }
 
 private:
@@ -135,13 +172,13 @@ private:
     void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) {
         IVec high[R][C] = {}, low[R][C] = {};
         const int8_t *from = v_ + 4 * d, *high_codes = high_, *low_codes = low_;
-        for (int quad = 0; quad < quads; ++quad, from += 4 * head_dim_, high_codes += 4, low_codes += 4) {
+        for (int quad = 0; quad < quads; ++quad, from += 4 * value_dim_, high_codes += 4, low_codes += 4) {
             Bytes value[C];
             unrolled<C>([&](int c) {
-                if (AHEAD) fetch(from + 4 * c * LANES + to_next_);
+                if (AHEAD) fetch(from + 4 * c * LANES + v_to_next_);
                 if (PART) {
                     value[c] = Bytes{};
-                    std::memcpy(&value[c], from, 4 * (head_dim_ - d));
+                    std::memcpy(&value[c], from, 4 * (value_dim_ - d));
                 } else {
                     value[c] = load_bytes(from + 4 * c * LANES);
                 }
@@ -165,48 +202,60 @@ private:
     }
 
 protected:
+    // Quads of values of 4 tokens become quads of 4 numbers of a key.
+    void turn_latents(int count) {
+        for (int row = 0; row < count; row += 4) {
+            const int8_t* from = v_ + size_t(row) * value_dim_;
+            for (int d = 0; d < value_dim_; d += 4, from += 16) {
+                int8_t* to = latents_ + edgellm::KV::key_place(row, d, value_dim_);
+                for (int j = 0; j < 4; ++j)
+                    for (int i = 0; i < 4; ++i) to[4 * j + i] = from[4 * i + j];
+            }
+        }
+    }
+
     const edgellm::KV& kv_;
-    const int head_dim_;
+    const int head_dim_, value_dim_;
     const int8_t *k_ = nullptr, *v_ = nullptr;
-    ptrdiff_t to_next_ = 0;  // bytes from a block's keys to the next block's, and as many for the values
+    ptrdiff_t k_to_next_ = 0, v_to_next_ = 0;  // bytes from a block's keys, or values, to those of the next one
     const float *k_scale_ = nullptr, *v_scale_ = nullptr;
 
 private:
-    float* scale_;
-    int32_t *start_, *fine_start_;
-    int8_t *codes_, *fine_, *high_, *low_;
+    CodedQueries queries_, latent_queries_;
+    int8_t *high_, *low_, *latents_;
 };
 
 // Blocks of 4 bits are made 8 one by one. Their values went through the Hadamard transform as well;
 // whoever ends a row transforms it back.
 class Int4Rows : public Int8Rows {
 public:
-    static size_t bytes(int head_dim) {
-        return 64 + Int8Rows::bytes(head_dim) + 2 * edgellm::BLOCK * size_t(head_dim);
+    static size_t bytes(const edgellm::KV& kv) {
+        return 64 + Int8Rows::bytes(kv) + edgellm::BLOCK * size_t(kv.head_dim + kv.value_dim());
     }
 
     Int4Rows(const edgellm::KV& kv, char* memory) : Int8Rows(kv, memory) {
-        keys_ = reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(head_dim_) + 63) / 64 * 64);
+        keys_ = reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64);
         values_ = keys_ + edgellm::BLOCK * size_t(head_dim_);
     }
 
     void open(size_t first_row, size_t next_row, int count) {
         const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + first_row * head_dim_ / 2;
-        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + first_row * head_dim_ / 2;
-        const int panel = edgellm::KEYS * head_dim_, quad = 4 * head_dim_;
-        const ptrdiff_t to_next = (ptrdiff_t(next_row) - ptrdiff_t(first_row)) * head_dim_ / 2;
+        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + first_row * value_dim_ / 2;
+        const int panel = edgellm::KEYS * head_dim_, quad = 4 * value_dim_;
+        const ptrdiff_t rows = ptrdiff_t(next_row) - ptrdiff_t(first_row);
         for (int j = 0; j < count; j += edgellm::KEYS, k += panel / 2) {
-            for (int i = 0; i < panel / 2; i += 64) fetch(k + to_next + i);
+            for (int i = 0; i < panel / 2; i += 64) fetch(k + rows * head_dim_ / 2 + i);
             unpack_codes4(k, panel / 2, keys_ + size_t(j) * head_dim_);
         }
         for (int j = 0; j < count; j += 4, v += quad / 2) {
-            for (int i = 0; i < quad / 2; i += 64) fetch(v + to_next + i);
-            unpack_codes4(v, quad / 2, values_ + size_t(j) * head_dim_);
+            for (int i = 0; i < quad / 2; i += 64) fetch(v + rows * value_dim_ / 2 + i);
+            unpack_codes4(v, quad / 2, values_ + size_t(j) * value_dim_);
         }
         k_ = keys_;
         v_ = values_;
         k_scale_ = kv_.k_scale + first_row;
         v_scale_ = kv_.v_scale + first_row;
+        if (kv_.latent) turn_latents(count);
     }
 
 private:

@@ -55,9 +55,9 @@ def attend(
             f"{blocks.layers} layers"
         )
     of_heads = None if sinks is None else floats(sinks, (heads,), "sinks")
-    queries = floats(q, (tokens, heads, blocks.head_dim), "q")
+    queries = floats(q, (tokens, heads, blocks.head_dim + blocks.latent), "q")
     ids = block_ids(table, blocks.count, start=start, tokens=tokens)
-    out = np.empty(q.shape, np.float32)
+    out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids),
         address(queries),

@@ -21,19 +21,20 @@ def attend(
 
     Args:
         q: queries `[C, H, D]` at positions `start ..`.
-        k, v: keys and values `[start + C, Hkv, D]`; head `h` reads KV head `h // (H / Hkv)`.
+        k, v: keys `[start + C, Hkv, D]` and values `[start + C, Hkv, Dv]`; head `h` reads KV head
+            `h // (H / Hkv)`.
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
         sinks: for each head a score without key and value, `[H]`, as it enters the softmax.
 
     Returns:
-        `[C, H, D]` float64.
+        `[C, H, Dv]` float64.
     """
     tokens, heads, head_dim = q.shape
     group = heads // k.shape[1]
     factor = head_dim**-0.5 if scale is None else scale
-    out = np.empty(q.shape, np.float64)
+    out = np.empty((tokens, heads, v.shape[2]), np.float64)
     for token in range(tokens):
         end = start + token + 1
         begin = 0 if window is None else max(0, end - window)

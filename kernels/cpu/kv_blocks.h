@@ -14,16 +14,21 @@ enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2, INT4 = 3 };
 // One sequence's part of the pool; the same fields, in the same order, as in native.py.
 struct KV {
     void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
-    void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, head_dim, 4]
+    void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, value_dim, 4]
     float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 and int4 only, else null
     const float* key_offset;   // [layers, kv_heads, head_dim], what K is stored less; or null
     const int64_t* table;      // block ids of the sequence
-    int32_t layers, kv_heads, head_dim, format;
+    int32_t layers, kv_heads, head_dim, latent, format;
+
+    // Latents stand in place of V, and are a part of each key as well, behind what `k` has of it.
+    int value_dim() const { return latent ? latent : head_dim; }
+    int key_dim() const { return head_dim + latent; }
 
     // An int4 pool is stored as an int8 pool of heads half as wide: two codes a byte.
     KV as_bytes() const {
         KV bytes = *this;
         bytes.head_dim /= 2;
+        bytes.latent /= 2;
         return bytes;
     }
 
@@ -31,11 +36,12 @@ struct KV {
     bool spread(bool key) const { return format == INT4 || (format == INT8 && key); }
 
     // Where a number lies within its block and KV head.
-    size_t key_place(int row, int d) const {
-        return ((size_t(row / KEYS) * (head_dim / 4) + d / 4) * KEYS + row % KEYS) * 4 + d % 4;
+    size_t key_place(int row, int d) const { return key_place(row, d, head_dim); }
+    static size_t key_place(int row, int d, int width) {
+        return ((size_t(row / KEYS) * (width / 4) + d / 4) * KEYS + row % KEYS) * 4 + d % 4;
     }
     size_t value_place(int row, int d) const {
-        return (size_t(row / 4) * head_dim + d) * 4 + row % 4;
+        return (size_t(row / 4) * value_dim() + d) * 4 + row % 4;
     }
 
     // Where the rows of a position's block and KV head begin, counted in rows of the whole pool.

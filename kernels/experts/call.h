@@ -13,7 +13,7 @@ struct Router {
     const float* bias;       // [experts], of the logits, or null
     const float* selection;  // [experts], added to the scores for the choice alone, or null
     const float* scales;     // [experts], factors of the shares, or null
-    int32_t experts, used, normalized, sigmoid;
+    int32_t experts, used, normalized, sigmoid, groups, used_groups;
     float scale;
 };
 

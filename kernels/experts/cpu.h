@@ -4,6 +4,29 @@
 // as the rows of a layer with one MLP are, so a slot's bits do not depend on the others. A row adds up its slots in the
 // order of the experts.
 
+// Take the experts of all groups but the best out of a choice by rank. A group is as good as its best expert or, of
+// sigmoids, as its best two together. `worth` has room for a number of each group.
+inline void keep_groups(const edgellm::Router& router, float* rank, float* worth) {
+    const int size = router.experts / router.groups;
+    for (int g = 0; g < router.groups; ++g) {
+        float best = -INFINITY, next = -INFINITY;
+        for (const float* at = rank + g * size; at < rank + (g + 1) * size; ++at) {
+            if (*at > best)
+                next = best, best = *at;
+            else if (*at > next)
+                next = *at;
+        }
+        worth[g] = router.sigmoid ? best + next : best;
+    }
+    for (int k = router.used_groups; k < router.groups; ++k) {
+        int worst = -1;
+        for (int g = 0; g < router.groups; ++g)
+            if (worth[g] != INFINITY && (worst < 0 || worth[g] <= worth[worst])) worst = g;
+        worth[worst] = INFINITY;
+        std::fill(rank + worst * size, rank + (worst + 1) * size, -INFINITY);
+    }
+}
+
 // The experts of a row and their shares, by their logits, which become scores. NaN chooses experts as well, and shows
 // in what they give.
 inline void choose(const edgellm::Router& router, float* score, int32_t* expert, float* share) {
@@ -13,8 +36,9 @@ inline void choose(const edgellm::Router& router, float* score, int32_t* expert,
         score[e] = router.sigmoid ? 1 / (1 + std::exp(-score[e])) : std::exp(score[e] - top);
         all += score[e];
     }
-    float* rank = static_cast<float*>(edgellm::scratch(4 * size_t(router.experts)));  // -INFINITY of the chosen
+    float* rank = static_cast<float*>(edgellm::scratch(4 * size_t(router.experts + router.groups)));  // -INFINITY of those that are not to choose any more
     for (int e = 0; e < router.experts; ++e) rank[e] = score[e] + (router.selection ? router.selection[e] : 0);
+    if (router.groups > 1) keep_groups(router, rank, rank + router.experts);
     float sum = 0;
     for (int k = 0; k < router.used; ++k) {
         int best = -1;

@@ -18,6 +18,7 @@ ROUTER_VECTORS = ("router", "router_bias", "selection_bias", "expert_scale")
 BESIDE = ("shared_post_norm", "experts_post_norm", "experts_norm", "router_norm")
 SHARED_VECTORS = ("shared_router", *BESIDE)
 Vectors = Sequence[NDArray[np.float32] | None]
+_NUMBERS = ("experts", "used", "normalized", "sigmoid", "groups", "used_groups")
 
 
 class RouterLayer(ctypes.Structure):
@@ -25,7 +26,7 @@ class RouterLayer(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ROUTER_VECTORS),
-        *((name, ctypes.c_int32) for name in ("experts", "used", "normalized", "sigmoid")),
+        *((name, ctypes.c_int32) for name in _NUMBERS),
         ("scale", ctypes.c_float),
     ]
 
@@ -40,6 +41,8 @@ class RouterLayer(ctypes.Structure):
             routing.used,
             routing.normalized,
             routing.scores == "sigmoid",
+            routing.groups,
+            routing.used_groups,
             routing.scale,
         )
 

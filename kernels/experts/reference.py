@@ -32,9 +32,21 @@ def shares(
         scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
         scores /= scores.sum(axis=-1, keepdims=True)
     ranks = scores if selection_bias is None else scores + selection_bias
+    if routing.groups > 1:
+        ranks = _of_best_groups(ranks, routing)
     chosen = np.argsort(-ranks, axis=-1, kind="stable")[:, : routing.used]
     kept = np.zeros_like(scores)
     np.put_along_axis(kept, chosen, np.take_along_axis(scores, chosen, axis=-1), axis=-1)
     if routing.normalized:
         kept /= kept.sum(axis=-1, keepdims=True)
     return np.asarray(kept * routing.scale * (1.0 if scales is None else scales))
+
+
+def _of_best_groups(ranks: Floats, routing: Routing) -> Floats:
+    """Return the ranks `[C, X]`, with -inf for experts of groups that are not chosen from."""
+    groups = ranks.reshape(len(ranks), routing.groups, -1)
+    best = np.sort(groups, axis=2)[:, :, -2 if routing.scores == "sigmoid" else -1 :]
+    chosen = np.argsort(-best.sum(axis=2), axis=1, kind="stable")[:, : routing.used_groups]
+    kept = np.full_like(groups, -np.inf)
+    np.put_along_axis(kept, chosen[..., None], np.take_along_axis(groups, chosen[..., None], 1), 1)
+    return kept.reshape(ranks.shape)

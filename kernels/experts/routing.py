@@ -23,6 +23,9 @@ class Routing:
         selection_bias: whether the scores have a bias that counts in the choice alone
             (Wang et al., arXiv:2408.15664).
         scaled: whether the share of each expert is multiplied by a number of its own.
+        groups, used_groups: number of groups of as many experts each, and of those that a row's
+            experts are chosen from: those with the best expert or, of sigmoids, the best two
+            together (DeepSeek-V2 and V3, arXiv:2405.04434, arXiv:2412.19437).
     """
 
     experts: int
@@ -33,3 +36,5 @@ class Routing:
     bias: bool = False
     selection_bias: bool = False
     scaled: bool = False
+    groups: int = 1
+    used_groups: int = 1

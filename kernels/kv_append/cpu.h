@@ -47,37 +47,38 @@ private:
 
 // Write one row of bytes at its places in a block.
 inline void write_bytes(const edgellm::KV& kv, bool key, const int8_t* codes, size_t first_row, int row) {
-    int8_t* out = static_cast<int8_t*>(key ? kv.k : kv.v) + first_row * kv.head_dim;
+    const int width = key ? kv.head_dim : kv.value_dim();
+    int8_t* out = static_cast<int8_t*>(key ? kv.k : kv.v) + first_row * width;
     if (key) {
-        for (int d = 0; d < kv.head_dim; d += 4) std::memcpy(out + kv.key_place(row, d), codes + d, 4);
+        for (int d = 0; d < width; d += 4) std::memcpy(out + kv.key_place(row, d), codes + d, 4);
     } else {
-        for (int d = 0; d < kv.head_dim; ++d) out[kv.value_place(row, d)] = codes[d];
+        for (int d = 0; d < width; ++d) out[kv.value_place(row, d)] = codes[d];
     }
 }
 
-// Write one row of K or V; `codes` has room for head_dim bytes. A row that is spread is
+// Write one row of K or V; `codes` has room for as many bytes as it has numbers. A row that is spread is
 // transformed in place.
 inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_row, int row,
                       int8_t* codes) {
-    const int head_dim = kv.head_dim;
-    const size_t base = first_row * head_dim;
+    const int width = key ? kv.head_dim : kv.value_dim();
+    const size_t base = first_row * width;
     const auto place = [&](int d) {
         return base + (key ? kv.key_place(row, d) : kv.value_place(row, d));
     };
     void* all = key ? kv.k : kv.v;
     const bool scaled = kv.format == edgellm::INT8 || kv.format == edgellm::INT4;
     float unused, &scale = scaled ? (key ? kv.k_scale : kv.v_scale)[first_row + row] : unused;
-    if (kv.spread(key)) hadamard(x, head_dim);
+    if (kv.spread(key)) hadamard(x, width);
     if (kv.format == edgellm::F32) {
-        for (int d = 0; d < head_dim; ++d) static_cast<float*>(all)[place(d)] = x[d];
+        for (int d = 0; d < width; ++d) static_cast<float*>(all)[place(d)] = x[d];
     } else if (kv.format == edgellm::F16) {
-        for (int d = 0; d < head_dim; ++d)
+        for (int d = 0; d < width; ++d)
             static_cast<uint16_t*>(all)[place(d)] = half_of_float(x[d]);
     } else if (kv.format == edgellm::INT4) {
-        scale = quantize_row4(x, head_dim, reinterpret_cast<uint8_t*>(codes));
+        scale = quantize_row4(x, width, reinterpret_cast<uint8_t*>(codes));
         write_bytes(kv.as_bytes(), key, codes, first_row, row);
     } else {
-        scale = quantize_row(x, head_dim, codes).scale;
+        scale = quantize_row(x, width, codes).scale;
         write_bytes(kv, key, codes, first_row, row);
     }
 }

@@ -65,7 +65,7 @@ public:
         int row = 0;
         for (int s = 0; s < call.span_count; ++s) {
             const edgellm::Span& span = call.spans[s];
-            for (int r = 0; span.adapter && r < span.rows; r += ROWS)
+            for (int r = span.adapter_start; span.adapter && r < span.rows; r += ROWS)
                 runs_.push_back({span.adapter, row + r, std::min(ROWS, span.rows - r)});
             if (span.adapter) rank_ = std::max(rank_, span.adapter->rank);
             row += span.rows;

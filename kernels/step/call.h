@@ -6,6 +6,7 @@
 #include "../delta_net/call.h"
 #include "../experts/call.h"
 #include "../kv_append/call.h"
+#include "../latent/call.h"
 #include "../linear/call.h"
 #include "../lora/call.h"
 #include "../mamba2/call.h"
@@ -31,7 +32,7 @@ struct LayerInput {
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
     // q, k and v are those of attention: k and v without panels in a layer that reads those of another, v where it is k
-    // before its norm. gate without panels where there is none; with a router the three of all experts, one behind the
+    // before its norm; with latents k is what RoPE turns, and v makes the latent. gate without panels where there is none; with a router the three of all experts, one behind the
     // other, as are their biases
     Linear q, k, v, o, gate, up, down;
     Linear output_gate;  // of attention; without panels where there is none
@@ -42,6 +43,7 @@ struct Layer {
     const float *gate_bias, *up_bias, *down_bias;
     Norm post_mlp_norm;
     HeadNorms head_norms;
+    Latent latent;
     Router router;
     SharedExpert shared;
     const float* sinks;    // [heads]
@@ -67,6 +69,7 @@ struct Layer {
     int mixed_outputs() const {
         if (mixer == SHORT_CONV) return short_conv.in.outputs;
         if (mixer == MAMBA2) return mamba2.inputs();
+        if (latent.there()) return q.outputs + k.outputs + v.outputs + latent.query_down.outputs;
         return mixer == DELTA_NET ? delta_net.outputs() : qkv_outputs() + output_gate.outputs;
     }
     bool gated() const { return gate.panels != nullptr; }
@@ -99,6 +102,7 @@ struct Span {
     const StateSpan* states;       // in each pool; null where no layer has a state
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
+    int32_t adapter_start;         // the first so many of them go without the adapter
 };
 
 // Arguments of one step; the same fields, in the same order, as in native.py.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.state_blocks import StateBlocks
@@ -85,6 +86,8 @@ def _check_beside(layer: LayerWeights, hidden: int) -> None:
 
 def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
     """Check the projections of a layer; returns their outputs."""
+    if layer.latent is not None:
+        return _check_latent(layer, layer.latent, hidden)
     width, heads, kv = layer.o.inputs, layer.heads, 0 if layer.k is None else layer.k.outputs
     for name, linear, outputs in (("q", layer.q, width), ("k", layer.k, kv), ("v", layer.v, kv)):
         if linear is not None:
@@ -102,12 +105,34 @@ def _check_attention(layer: LayerWeights, hidden: int) -> dict[str, int]:
     return {"q": width, "k": kv, "v": kv}
 
 
+def _check_latent(layer: LayerWeights, latent: LatentWeights, hidden: int) -> dict[str, int]:
+    """Check a layer that attends over latents; returns the outputs of its projections."""
+    q, k, v = layer.qkv
+    inputs = latent.check(heads=layer.heads, hidden=hidden)
+    sizes = {
+        "q": layer.heads * (k.outputs + latent.key_up.inputs),
+        "k": k.outputs,
+        "v": latent.rank,
+    }
+    for name, linear in (("q", q), ("k", k), ("v", v)):
+        needed = sizes[name], inputs if name == "q" else hidden
+        _require(name, (linear.outputs, linear.inputs), needed)
+        if linear.outputs % PANEL:
+            raise ValueError(f"{name} has {linear.outputs} outputs; needed are panels of {PANEL}")
+    _require("o", layer.o.inputs, latent.value_up.outputs)
+    others = layer.q_gate, layer.q_bias, layer.k_bias, layer.v_bias, layer.head_norms, layer.kv_from
+    _require("gates, biases, norms and layers beside latents", others, (None,) * 6)
+    _require("scale is there", layer.scale is not None, True)
+    return sizes
+
+
 def _check_source(layers: Sequence[LayerWeights], index: int) -> None:
     """Check whose K and V a layer reads."""
     layer = layers[index]
     if layer.mixer is not None:
         return
-    if (layer.k is None) != (layer.kv_from is not None) or (layer.k is None and layer.v):
+    sources = [x for x in (layer.k, layer.kv_from, layer.slot) if x is not None]
+    if len(sources) != 1 or (layer.k is None and layer.v):
         raise ValueError("needed is either K of a layer's own, or a layer whose K and V it reads")
     if layer.kv_from is None:
         return
@@ -155,6 +180,16 @@ def _check_router(layer: LayerWeights, hidden: int) -> int:
     experts = routing.experts
     if not 1 <= routing.used <= experts:
         raise ValueError(f"{routing.used} of {experts} experts are used; 1 to {experts} can be")
+    groups, used_groups = routing.groups, routing.used_groups
+    if (
+        experts % groups
+        or not 1 <= used_groups <= groups
+        or routing.used * groups > experts * used_groups
+    ):
+        raise ValueError(
+            f"{experts} experts in {groups} groups, of which {used_groups} are used; needed are "
+            f"groups of one size with {routing.used} experts in those that are used"
+        )
     if router.dtype != np.float32 or router.shape != (experts, hidden):
         raise ValueError(
             f"router is {router.dtype} {router.shape}; needed is float32 {(experts, hidden)}"
@@ -210,29 +245,47 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
     Raises:
         ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
+    if any(layer.slot is not None for layer in weights.layers):
+        return _check_pools_of_another(weights, pools)
     needed: list[tuple[int, ...]] = []
     for number in range(1 + max(pool for layer in weights.layers for pool in layer.pools)):
         members = [x for x in weights.layers if number in x.pools]
         sizes = {_pool_sizes(layer, number) for layer in members}
         if len(sizes) != 1:
             raise ValueError(
-                f"layers of pool {number} have KV heads and head_dim, or states of the sizes "
-                f"{sorted(sizes)}"
+                f"layers of pool {number} have KV heads, head_dim and latents, or states of the "
+                f"sizes {sorted(sizes)}"
             )
         needed.append((len(members), *sizes.pop()))
     there = [
         blocks.states.shape[1:]
         if isinstance(blocks, StateBlocks)
-        else (blocks.layers, blocks.kv_heads, blocks.head_dim)
+        else (blocks.layers, blocks.kv_heads, blocks.head_dim, blocks.latent)
         for blocks in pools
     ]
     if there != needed:
         raise ValueError(
-            f"pools of layers, KV heads and head_dim, or layers and numbers of a state {there}; "
-            f"needed are {needed}"
+            "pools of layers, KV heads, head_dim and latents, or layers and numbers of a state "
+            f"{there}; needed are {needed}"
         )
     if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
         raise ValueError("pools of several formats; needed is one")
+
+
+def _check_pools_of_another(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+    """Check the pools of another model, whose K and V all layers read."""
+    for index, layer in enumerate(weights.layers):
+        pool = pools[layer.pool] if 0 <= layer.pool < len(pools) else None
+        if layer.slot is None or not isinstance(pool, KVBlocks):
+            raise ValueError(f"layer {index} does not read K and V of another model, as others do")
+        if not 0 <= layer.slot < pool.layers or layer.heads % pool.kv_heads:
+            raise ValueError(
+                f"layer {index} with {layer.heads} heads reads layer {layer.slot} of {pool.layers} "
+                f"with {pool.kv_heads} KV heads"
+            )
+        _require("head_dim", layer.head_dim, pool.head_dim)
+        if layer.head_norms is not None:
+            _require_floats("norm of Q", layer.head_norms.q, layer.head_dim)
 
 
 def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
@@ -247,7 +300,8 @@ def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
         for name, change in changes.items():
             linear = getattr(layer, name)
             of_experts = layer.routing is not None and name in ("gate", "up", "down")
-            if linear is None or of_experts or (layer.mixer is not None and name == "o"):
+            plain = layer.mixer is None and layer.latent is None
+            if linear is None or of_experts or (not plain and name in ("q", "k", "v", "o")):
                 raise ValueError(f"layers.{index} has no {name} that an adapter can change")
             shape = change.outputs, change.inputs
             _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
@@ -257,7 +311,7 @@ def _pool_sizes(layer: LayerWeights, pool: int) -> tuple[int, ...]:
     if layer.beside is not None and pool == layer.beside_pool:
         return (layer.beside.state_size,)
     if layer.mixer is None:
-        return layer.kv_heads, layer.head_dim
+        return layer.kv_heads, layer.head_dim, 0 if layer.latent is None else layer.latent.rank
     return (layer.mixer.state_size,)
 
 

@@ -16,13 +16,20 @@ struct Buffers {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
         int mixed_outputs = 0, width = 0, wide = 0, intermediate = 0;
-        size_t delta_floats = 0;
+        size_t delta_floats = 0, of_heads = 0;
         bool behind = false, inputs = false;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max({mixed_outputs, layer.mixed_outputs(), layer.mamba2.inputs()});
             width = std::max({width, layer.o.inputs, layer.beside_o.inputs});
             wide = std::max({wide, layer.o.inputs, layer.mamba2.mixed()});
+            if (layer.latent.there()) {
+                const int most = std::max(layer.latent.key(), layer.latent.rank());
+                of_heads = std::max(of_heads, HeadRows::bytes(layer.heads, rows, most));
+                width = std::max(width, layer.latent.query_down.outputs);
+                wide = std::max(wide, layer.heads * (layer.k.outputs + layer.latent.rank()));
+                mixed_outputs = std::max(mixed_outputs, layer.o.inputs);
+            }
             if (layer.mixer == edgellm::DELTA_NET)
                 delta_floats = std::max(delta_floats, edgellm::DeltaNetBuffers::floats(layer.delta_net, rows));
             if (!layer.has_experts()) intermediate = std::max(intermediate, layer.up.outputs);
@@ -47,28 +54,12 @@ struct Buffers {
         delta = floats(delta_floats);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
-        attended = take(edgellm::Rows::bytes(rows, width));
+        attended = take(std::max(edgellm::Rows::bytes(rows, width), of_heads));
         activated = take(edgellm::Rows::bytes(rows, intermediate));
         experts = Experts(m, rows, call.threads, take);
         adapters = Adapters(call, take);
     }
 };
-
-// `n` is a multiple of the widest vector.
-inline void scaled_norm(const float* x, const edgellm::Norm& norm, int n, float epsilon, float* out) {
-    if (!norm.bias) {
-        const Vec scale = splat(inverse_rms(x, n, epsilon));
-        for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) * scale * load(norm.weight + i));
-        return;
-    }
-    Vec sum = {};
-    for (int i = 0; i < n; i += LANES) sum += load(x + i);
-    const Vec mean = splat(sum_of(sum) / static_cast<float>(n));
-    for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) - mean);
-    const Vec scale = splat(inverse_rms(out, n, epsilon));
-    for (int i = 0; i < n; i += LANES)
-        store(out + i, load(out + i) * scale * load(norm.weight + i) + load(norm.bias + i));
-}
 
 class Step {
 public:
@@ -213,7 +204,77 @@ private:
             weights(layer.o));
     }
 
+    void run_latent_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
+        const edgellm::Latent& latent = layer.latent;
+        const int outputs = layer.mixed_outputs(), k_at = layer.q.outputs, v_at = k_at + layer.k.outputs;
+        const int down_at = v_at + layer.v.outputs, rotated = heads.head_dim;
+        const bool down = latent.query_down.panels != nullptr;
+        enter_layer(worker, l, down ? latent.query_down : layer.q);
+        multiply(worker, {{down ? &latent.query_down : &layer.q, b_.mixed + (down ? down_at : 0)},
+                          {&layer.k, b_.mixed + k_at},
+                          {&layer.v, b_.mixed + v_at}},
+                 b_.x, outputs, false);
+        if (down) {
+            const int rank = latent.query_down.outputs;
+            const edgellm::Rows normed = edgellm::Rows::in(b_.attended, rows_, rank);
+            every_row(
+                worker,
+                [&](int r) {
+                    float* row = static_cast<float*>(edgellm::scratch(4 * size_t(rank)));
+                    const float* x = b_.mixed + size_t(r) * outputs + down_at;
+                    scaled_norm(x, {latent.query_norm, nullptr}, rank, latent.epsilon, row);
+                    quantize_groups(row, 0, rank / edgellm::GROUP, normed, r, false);
+                },
+                weights(layer.q));
+            multiply(worker, {{&layer.q, b_.mixed}}, normed, outputs, false);
+        }
+        const HeadRows keys(b_.attended, rows_, latent.key());
+        every_row(worker, [&](int r) {
+            const edgellm::Rope& rope = call_.ropes[layer.rope];
+            const float* mixed = b_.mixed + size_t(r) * outputs;
+            append_latent(kv_of(layer, span_of_[r]), rope, latent, layer.slot, position(r), mixed + k_at, mixed + v_at);
+            for (int h = 0; h < heads.heads; ++h) {
+                const float* q = mixed + size_t(h) * (rotated + latent.key());
+                rotate(rope, q, rotated, position(r), b_.q + size_t(r) * heads.width() + h * heads.key_dim);
+                keys.quantize(q + rotated, h, r);
+            }
+        });
+        multiply_heads(worker, latent.key_up, heads.heads, keys, b_.q + rotated, heads.key_dim);
+        attention(worker, layer, heads);
+        const HeadRows seen(b_.attended, rows_, latent.rank());
+        every_row(worker, [&](int r) {
+            float* out = static_cast<float*>(edgellm::scratch(4 * size_t(latent.rank())));
+            for (int h = 0; h < heads.heads; ++h) {
+                join_head(layer, heads, r, h, out);
+                seen.quantize(out, h, r);
+            }
+        });
+        multiply_heads(worker, latent.value_up, heads.heads, seen, b_.mixed, layer.o.inputs / heads.heads);
+        every_row(
+            worker,
+            [&](int r) {
+                const float* values = b_.mixed + size_t(r) * layer.o.inputs;
+                quantize_groups(values, 0, layer.o.inputs / edgellm::GROUP, mixer_out(layer), r, false);
+            },
+            weights(layer.o));
+    }
+
+    // Products of each head's rows with its own part of a matrix; heads lie `width` apart in a row of y.
+    void multiply_heads(edgellm::Worker& worker, const edgellm::Linear& all, int heads, const HeadRows& x, float* y,
+                        int width) const {
+        const int panels = all.count() / heads;
+        const int run = panels_at_once(edgellm::expert_of(all, heads, 0), rows_, call_.threads);
+        const int runs = (panels + run - 1) / run;
+        worker.each(heads * runs, [&](int item) {
+            const int head = item / runs, first = item % runs * run, end = std::min(panels, first + run);
+            multiply_panels(edgellm::expert_of(all, heads, head), first, end, x.of(head), rows_,
+                            y + size_t(head) * width + size_t(first) * edgellm::PANEL, size_t(heads) * width, false);
+        });
+    }
+
     void run_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
+        if (layer.latent.there()) return run_latent_attention(worker, layer, l);
         const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
         const edgellm::Rows attended = mixer_out(layer);
         if (!layer.has_beside()) enter_layer(worker, l, layer.q);
@@ -405,7 +466,7 @@ private:
     float* part(const edgellm::Heads& heads, int span, int split, int kv_head, int row) const {
         const size_t head = size_t(split) * heads.kv_heads + kv_head;
         const size_t at = heads.spans[span].part + head * call_.spans[span].rows * heads.group + row;
-        return b_.parts + at * (heads.head_dim + 2);
+        return b_.parts + at * (heads.value_dim + 2);
     }
 
     // A task of attention: rows of a KV head of a span, over one split of the keys or, where there is one
@@ -450,17 +511,20 @@ private:
         });
     }
 
+    // What a head of a row comes to over all splits of the keys, `out` [value_dim].
+    void join_head(const edgellm::Layer& layer, const edgellm::Heads& heads, int r, int head, float* out) const {
+        const int span = span_of_[r], group = heads.group, kv_head = head / group;
+        const int row = (r - places_.spans[span].row) * group + head % group;
+        float* sum = part(heads, span, 0, kv_head, row);
+        for (int s = 1; s < heads.spans[span].splits; ++s)
+            join(sum, part(heads, span, s, kv_head, row), heads.value_dim);
+        finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out);
+    }
+
     void join_splits(const edgellm::Layer& layer, const edgellm::Heads& heads, const edgellm::Rows& attended,
                      int r) const {
         float* out = static_cast<float*>(edgellm::scratch(4 * size_t(heads.width())));
-        const int span = span_of_[r], group = heads.group;
-        for (int head = 0; head < heads.heads; ++head) {
-            const int kv_head = head / group, row = (r - places_.spans[span].row) * group + head % group;
-            float* sum = part(heads, span, 0, kv_head, row);
-            for (int s = 1; s < heads.spans[span].splits; ++s)
-                join(sum, part(heads, span, s, kv_head, row), heads.head_dim);
-            finish_row(call_.pools[layer.pool], sum, layer.sinks, head, out + head * heads.head_dim);
-        }
+        for (int head = 0; head < heads.heads; ++head) join_head(layer, heads, r, head, out + head * heads.head_dim);
         if (layer.output_gate.panels) {
             const float* gate = b_.mixed + size_t(r) * layer.mixed_outputs() + layer.qkv_outputs();
             for (int i = 0; i < heads.width(); i += LANES) store(out + i, load(out + i) * sigmoid(load(gate + i)));

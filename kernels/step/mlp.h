@@ -1,4 +1,20 @@
-// The MLP of some rows, up to its second product; included once for each instruction set.
+// The norm of a row, and the MLP of some, up to its second product; included once for each instruction set.
+
+// The norm of a row; `n` is a multiple of the widest vector.
+inline void scaled_norm(const float* x, const edgellm::Norm& norm, int n, float epsilon, float* out) {
+    if (!norm.bias) {
+        const Vec scale = splat(inverse_rms(x, n, epsilon));
+        for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) * scale * load(norm.weight + i));
+        return;
+    }
+    Vec sum = {};
+    for (int i = 0; i < n; i += LANES) sum += load(x + i);
+    const Vec mean = splat(sum_of(sum) / static_cast<float>(n));
+    for (int i = 0; i < n; i += LANES) store(out + i, load(x + i) - mean);
+    const Vec scale = splat(inverse_rms(out, n, epsilon));
+    for (int i = 0; i < n; i += LANES)
+        store(out + i, load(out + i) * scale * load(norm.weight + i) + load(norm.bias + i));
+}
 
 inline Vec sigmoid(Vec t) {
     const Vec e = exp_negative(-magnitude(t));

@@ -21,6 +21,7 @@ from edgellm.kernels.experts.native import (
 )
 from edgellm.kernels.kv_append.native import NormPointers
 from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.kernels.latent.native import LatentLayer
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.lora import AdapterWeights
@@ -80,6 +81,7 @@ class _Layer(ctypes.Structure):
         *((name, LinearLayer) for name in ("output_gate", "beside_o")),
         *((name, ctypes.c_void_p) for name in VECTORS),
         ("head_norms", NormPointers),
+        ("latent", LatentLayer),
         ("router", RouterLayer),
         ("shared", SharedExpertLayer),
         ("sinks", ctypes.c_void_p),
@@ -116,7 +118,7 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start")),
     ]
 
 
@@ -183,6 +185,7 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         layer_of(layer.mamba_o),
         *(address(getattr(layer, name)) for name in VECTORS),
         NormPointers.of(layer.head_norms, layer.head_dim if attends else 0),
+        LatentLayer.of(layer.latent),
         RouterLayer.of(layer.routing, [getattr(layer, name) for name in ROUTER_VECTORS]),
         SharedExpertLayer.of(layer.shared, [getattr(layer, name) for name in SHARED_VECTORS]),
         address(layer.sinks),
@@ -358,6 +361,7 @@ class FusedStep:
                         len(span.tokens),
                         span.start,
                         span.logit_rows,
+                        span.adapter_start,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )

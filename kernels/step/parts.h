@@ -9,6 +9,7 @@
 #include "layer_input.h"
 #include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
+#include "../latent/cpu.h"
 #include "../short_conv/cpu.h"
 #include "../mamba2/cpu.h"
 #include "cpu.h"

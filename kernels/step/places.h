@@ -22,12 +22,12 @@ struct Tasks {
 
 // Heads of attention, and the tasks of all spans in layers that have them; behind the last one the totals.
 struct Heads {
-    int heads, kv_heads, head_dim, group;  // group: query heads of each KV head
+    int heads, kv_heads, head_dim, key_dim, value_dim, group;  // group: query heads of each KV head
     std::vector<Tasks> spans;
 
-    int width() const { return heads * head_dim; }
+    int width() const { return heads * key_dim; }
     int tasks() const { return spans.back().first; }
-    size_t floats() const { return spans.back().part * (head_dim + 2); }
+    size_t floats() const { return spans.back().part * (value_dim + 2); }
 };
 
 struct Places {
@@ -37,7 +37,7 @@ struct Places {
 };
 
 inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
-    Heads result{heads, kv.kv_heads, kv.head_dim, heads / kv.kv_heads, {{0, 0, 0, 0}}};
+    Heads result{heads, kv.kv_heads, kv.head_dim, kv.key_dim(), kv.value_dim(), heads / kv.kv_heads, {{0, 0, 0, 0}}};
     result.spans.reserve(call.span_count + 1);
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
@@ -67,7 +67,8 @@ inline Places places_of(const StepCall& call) {
         }
         const KV& kv = call.pools[layer.pool];
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
-            return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim;
+            return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim &&
+                   each.key_dim == kv.key_dim();
         });
         places.kind_of.push_back(static_cast<int>(alike - places.kinds.begin()));
         if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv));

@@ -14,6 +14,7 @@ from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
 from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.latent import reference as latents
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.lora import LowRank
 from edgellm.kernels.lora.reference import change
@@ -94,6 +95,17 @@ def through(
         turn = ropes[layer.rope]
         if layer.mixer is not None:
             mixed = _mixed(normed, layer.mixer, product, weights.epsilon)
+        elif layer.latent is not None:
+            assert layer.scale is not None
+            mixed = latents.attend(
+                normed,
+                layer.latent,
+                product_of,
+                turn,
+                heads=layer.heads,
+                scale=layer.scale,
+                format=format,
+            )
         else:
             if layer.kv_from is None:
                 kept[index] = _keys_and_values(normed, layer, product, turn, format)

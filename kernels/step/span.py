@@ -28,6 +28,7 @@ class StepSpan:
         start: position of the first token.
         logit_rows: number of last tokens that go through the LM head.
         adapter: adapter of the tokens, in C++ alone; None: the model as it is.
+        adapter_start: number of first tokens that go without it.
     """
 
     tables: Sequence[BlockTable]
@@ -35,6 +36,7 @@ class StepSpan:
     start: int
     logit_rows: int
     adapter: AdapterWeights | None = None
+    adapter_start: int = 0
     states: Sequence[StateView | None] = ()
 
 
@@ -90,6 +92,8 @@ def check_spans(spans: Sequence[StepSpan], *, pools: int) -> None:
         count = len(span.tokens)
         if count < 1 or not 0 <= span.logit_rows <= count:
             raise ValueError(f"{count} tokens and {span.logit_rows} rows of logits")
+        if not 0 <= span.adapter_start <= count:
+            raise ValueError(f"{count} tokens, {span.adapter_start} of them without an adapter")
         if len(span.tables) != pools:
             raise ValueError(f"{len(span.tables)} tables; needed is one in each of {pools} pools")
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -65,7 +66,10 @@ class LayerWeights:
         q, k, v, heads: projections of attention, and its number of query heads. k and v are None in
             a layer that reads those of another; v alone is None where V is K before its norm.
         kv_from: index of the layer whose K and V this one reads; None: its own.
+        slot: layer of the pool whose K and V this one reads, which another model has written; None:
+            see `kv_from`.
         q_gate: projection to the gate of attention's outputs, `[H*D, E]`, or None.
+        latent: what attention over latents has beside q, k and v (see there); or None.
         mixer: mixer in place of attention, which then has no projections and heads; or None.
         beside, mamba_o, beside_pool: Mamba-2 that reads the same rows as attention, its output
             projection, and the pool with its states; or None.
@@ -108,7 +112,9 @@ class LayerWeights:
     v: PackedWeights | None = None
     heads: int = 0
     kv_from: int | None = None
+    slot: int | None = None
     q_gate: PackedWeights | None = None
+    latent: LatentWeights | None = None
     mixer: StateMixer | None = None
     beside: Mamba2Weights | None = None
     mamba_o: PackedWeights | None = None
@@ -155,12 +161,14 @@ class LayerWeights:
 
     @property
     def head_dim(self) -> int:
+        if self.latent is not None and self.k is not None:
+            return self.k.outputs
         return self.o.inputs // self.heads
 
     @property
     def pools(self) -> tuple[int, ...]:
         """Pools that have something of the layer's own."""
-        own = () if self.kv_from is not None else (self.pool,)
+        own = () if self.kv_from is not None or self.slot is not None else (self.pool,)
         return own if self.beside is None else (*own, self.beside_pool)
 
     @property
@@ -192,7 +200,8 @@ class LayerWeights:
         inputs = () if given is None else (given.context, given.gate, given.output)
         mlp = (self.gate, self.up, self.down, *(self.shared or ()))
         beside = () if self.beside is None else (*self.beside.linears, self.mamba_o)
-        every = (*mixer, self.q_gate, self.o, *beside, *mlp, *inputs)
+        latent = () if self.latent is None else self.latent.linears
+        every = (*mixer, *latent, self.q_gate, self.o, *beside, *mlp, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
@@ -241,8 +250,12 @@ class Weights:
     @property
     def slots(self) -> list[int]:
         """Index of each layer, or of the one whose K and V it reads, among those of its pool."""
-        owners = (index if x.kv_from is None else x.kv_from for index, x in enumerate(self.layers))
-        return [self._slot(owner, self.layers[owner].pool) for owner in owners]
+        return [
+            self._slot(index if layer.kv_from is None else layer.kv_from, layer.pool)
+            if layer.slot is None
+            else layer.slot
+            for index, layer in enumerate(self.layers)
+        ]
 
     @property
     def beside_slots(self) -> list[int]:

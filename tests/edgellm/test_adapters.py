@@ -77,7 +77,7 @@ def rows_of(llm: LLM, adapter: str | None, tokens: list[int] = TOKENS) -> np.nda
     """Logits of all tokens of a text."""
     chosen = llm.engine.adapters.get(adapter)
     weights = None if chosen is None else chosen.weights
-    sequence = llm.engine.cache.sequence(root=b"another")
+    sequence = llm.engine.cache.sequence(root=llm.engine.cache.index.salted_root("another"))
     span = Span(sequence, tokens, logit_rows=len(tokens), adapter=weights)
     (rows,) = llm.engine.prefill.run([span])
     sequence.truncate(0)

@@ -171,3 +171,11 @@ def fused(tensors: Tensors, layers: int) -> Tensors:
         if parts[0] is not None:
             left[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
     return left
+
+
+def latent_ups(key: str, values: np.ndarray, config: Any) -> Tensors:
+    """What makes keys of latents, with rows of latents, and what makes values."""
+    heads = values.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+    keys, of_values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+    block = f"blk.{key.split('.')[2]}.attn_"
+    return {f"{block}k_b.weight": keys.swapaxes(1, 2), f"{block}v_b.weight": of_values}

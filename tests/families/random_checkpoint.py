@@ -261,7 +261,12 @@ def experts(checkpoint: Any, layer: int, x: np.ndarray, residual: np.ndarray) ->
     factors = vector(checkpoint, f"{name}.expert_scale")
     added = np.zeros_like(x)
     for row, each in enumerate(scores):
-        chosen = np.argsort(-each if selection is None else -(each + selection))[: routing.used]
+        ranks = each if selection is None else each + selection
+        best = 2 if routing.scores == "sigmoid" else 1
+        groups = np.split(np.arange(len(each)), routing.groups)
+        groups.sort(key=lambda group: -np.sort(ranks[group])[-best:].sum())
+        allowed = np.concatenate(groups[: routing.used_groups])
+        chosen = allowed[np.argsort(-ranks[allowed])][: routing.used]
         total = each[chosen].sum() if routing.normalized else 1.0
         for expert in chosen:
             (gate, up, down) = (stacks[part][expert] for part in ("gate", "up", "down"))
@@ -350,6 +355,8 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray
     """Attention of the normed rows of a whole text, `[n, H * D]`."""
     config, name = checkpoint.config, f"layers.{layer}"
     here, turn = config.layers[layer].attention, config.rope_of(layer)
+    if here.latent is not None:
+        return attend_latents(checkpoint, layer, x)
 
     def heads(part: str) -> np.ndarray:
         return product(checkpoint, f"{name}.{part}", x).reshape(len(x), -1, here.head_dim)
@@ -382,6 +389,33 @@ def attend(checkpoint: Any, layer: int, x: np.ndarray, kept: Kept) -> np.ndarray
     if here.output_gate:
         attended = attended / (1 + np.exp(-product(checkpoint, f"{name}.q_gate", x)))
     return attended
+
+
+def attend_latents(checkpoint: Any, layer: int, x: np.ndarray) -> np.ndarray:
+    """Attention over latents as it is defined, with K and V of each head."""
+    config, name = checkpoint.config, f"layers.{layer}."
+    here, turn = config.layers[layer].attention, config.rope_of(layer)
+    latent, heads, row, q = here.latent, here.heads, x, "q"
+
+    def of_norm(rows: np.ndarray, part: str) -> np.ndarray:
+        return norm(rows, vector(checkpoint, name + part), None, latent.norm_eps)
+
+    if latent.query_rank is not None:
+        row, q = of_norm(product(checkpoint, f"{name}q_down", x), "q_down_norm"), "q_up"
+    query = product(checkpoint, name + q, row).reshape(len(x), heads, -1)
+    shared = product(checkpoint, f"{name}k", x)[:, None]
+    c = of_norm(product(checkpoint, f"{name}v", x), "latent_norm")
+    up, values = (
+        checkpoint.tensor(f"{name}{part}_up").float32().astype(np.float64).reshape(heads, -1, width)
+        for part, width in (("key", latent.key), ("value", latent.rank))
+    )
+    k, v = np.einsum("nr,hrk->nhk", c, up), np.einsum("nr,hvr->nhv", c, values)
+    query[..., : here.head_dim], shared = (
+        rope.apply(rows, turn.inv_freq, 0, turn.magnitude)
+        for rows in (query[..., : here.head_dim], shared)
+    )
+    k = np.concatenate((np.repeat(shared, heads, axis=1), k), axis=2)
+    return attention.attend(query, k, v, 0, scale=here.scale).reshape(len(x), -1)
 
 
 def layer_embedding(

@@ -24,6 +24,7 @@ from tiny_gguf import FILES, PLUS_ONE, VOCABULARY, convert, qwen35, stacked, wit
 
 from edgellm.backends.batch import Span
 from edgellm.backends.mtp import MtpModel
+from edgellm.cache.kv_cache import KVCache
 from edgellm.cli.main import edgellm
 from edgellm.engine.mtp import MtpDrafter, MtpHead
 from edgellm.errors import BundleError, ModelFormatError
@@ -228,6 +229,11 @@ def head_of(llm: LLM) -> MtpHead:
     return head
 
 
+def cache_of(head: MtpHead) -> KVCache:
+    assert head.cache is not None
+    return head.cache
+
+
 def hidden_states(llm: LLM, tokens: Sequence[int]) -> np.ndarray:
     sequence = llm.engine.cache.sequence()
     (rows,) = llm.engine.decoder.run([Span(sequence, tokens)])
@@ -244,7 +250,7 @@ def test_the_head_is_the_published_one(case: tuple[str, Judge]) -> None:
         head = head_of(llm)
 
         def compute() -> np.ndarray:
-            sequence = head.cache.sequence()
+            sequence = cache_of(head).sequence()
             near = hidden.astype(np.float32)
             parts = [
                 head.model.run(sequence, tokens[a + 1 : b + 1], near[a:b])[0]

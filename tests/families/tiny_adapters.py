@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def write_gguf_adapter(
     alpha: float = ALPHA,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     keys: Mapping[str, str] | None = None,
+    invocation: Sequence[int] = (),
 ) -> Path:
     """A file as llama.cpp's convert_lora_to_gguf.py writes it."""
     config = json.loads((model / "config.json").read_text())
@@ -113,6 +114,8 @@ def write_gguf_adapter(
     for key, value in {"general.type": "adapter", "adapter.type": "lora", **(keys or {})}.items():
         writer.add_string(key, value)
     writer.add_float32("adapter.lora.alpha", alpha)
+    if invocation:
+        writer.add_array("adapter.alora.invocation_tokens", invocation)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     for module, (a, b) in pairs.items():
         name = names.get_name(module, try_suffixes=(".weight",))

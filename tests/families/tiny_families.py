@@ -55,6 +55,18 @@ _GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+_LATENT = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 _HYBRID = {
     **_MULTIPLIERS,
     "num_local_experts": 0,
@@ -381,6 +393,39 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": {**_DEFAULT, "partial_rotary_factor": 0.5},
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2",
+        {
+            **_LATENT,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 32,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _DEFAULT,
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {
+            **_LATENT,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": _DEFAULT,
+        },
+    ),
     "lfm2_moe": (
         "Lfm2Moe",
         {
@@ -419,6 +464,15 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     torch.manual_seed(0)
     text = kind.removesuffix("Text")
     model = getattr(transformers, f"{text}ForCausalLM")(config).eval()
+    perturb(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def perturb(model: Any) -> None:
+    """Give all parameters of a model random values, and all its norms, biases and gates others."""
+    import torch
+
     with torch.no_grad():
         choices = (
             each
@@ -435,8 +489,6 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
         for key, scale in model.named_buffers():
             if key.endswith("layer_scalar"):
                 scale += 0.3 * torch.randn_like(scale)
-    model.save_pretrained(folder)
-    return model
 
 
 def save_tokenizer(folder: Path) -> None:

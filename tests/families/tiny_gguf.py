@@ -16,6 +16,7 @@ from gguf_tensors import (
     delta_net,
     fused,
     hybrid,
+    latent_ups,
     multiplied,
     of_gemma4,
     permuted,
@@ -74,7 +75,7 @@ def gemma4_experts(w: gguf.GGUFWriter) -> None:
     gemma4_unified(w)
 
 
-def gemma4_attention(w: gguf.GGUFWriter) -> None:
+def gemma4_attention(w: gguf.GGUFWriter, *, layers: int = 6, window: int = 8) -> None:
     w.add_key_length(64)
     w.add_value_length(64)
     w.add_key_length_swa(32)
@@ -83,8 +84,8 @@ def gemma4_attention(w: gguf.GGUFWriter) -> None:
     w.add_rope_dimension_count_swa(32)
     w.add_rope_freq_base(2e4)
     w.add_rope_freq_base_swa(300.0)
-    w.add_sliding_window(8)
-    w.add_sliding_window_pattern([True, True, False] * 2)
+    w.add_sliding_window(window)
+    w.add_sliding_window_pattern([True, True, False] * (layers // 3))
     w.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
 
 
@@ -132,6 +133,34 @@ def yarn(w: gguf.GGUFWriter) -> None:
     w.add_rope_scaling_orig_ctx_len(64)
     w.add_rope_scaling_yarn_beta_fast(4.0)
     w.add_rope_scaling_yarn_beta_slow(1.0)
+
+
+def deepseek2(w: gguf.GGUFWriter) -> None:
+    yarn(w)
+    w.add_rope_scaling_yarn_log_mul(0.1 * 0.707)
+    latents(w, key=32)
+    w.add_leading_dense_block_count(1)
+
+
+def latents(w: gguf.GGUFWriter, *, key: int) -> None:
+    w.add_rope_dimension_count(16)
+    w.add_kv_lora_rank(64)
+    for name, value in (("key_length", 64 + 16), ("value_length", 64)):
+        w.add_uint32(f"deepseek2.attention.{name}", value)
+    w.add_key_length_mla(key + 16)
+    w.add_value_length_mla(48)
+    w.add_expert_shared_count(2)
+
+
+def glm4_lite(w: gguf.GGUFWriter) -> None:
+    w.add_rope_freq_base(5000.0)
+    latents(w, key=64)
+    w.add_q_lora_rank(64)
+    w.add_leading_dense_block_count(1)
+    w.add_expert_group_count(2)
+    w.add_expert_group_used_count(1)
+    w.add_expert_weights_scale(1.8)
+    w.add_expert_weights_norm(True)
 
 
 def olmo3(w: gguf.GGUFWriter) -> None:
@@ -294,6 +323,8 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "lfm2_moe": (ARCH.LFM2MOE, lfm2_moe, {}),
     "glm4_moe": (ARCH.GLM4_MOE, glm4_moe, {}),
     "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
+    "deepseek_v2": (ARCH.DEEPSEEK2, deepseek2, {}),
+    "glm4_moe_lite": (ARCH.DEEPSEEK2, glm4_lite, {}),
 }
 PERMUTED = (
     ARCH.LLAMA,
@@ -321,6 +352,7 @@ def convert(
     keys: Keys,
     *,
     fuse: bool = False,
+    split_latents: bool = True,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Path:
     """A GGUF file of a folder, its matrices stored as `kind`."""
@@ -345,6 +377,9 @@ def convert(
             key += ".weight"
         if ".linear_attn." in key:
             key, values = delta_net(key, values, config)
+        if ".kv_b_proj." in key and split_latents:
+            tensors |= latent_ups(key, values, config)
+            continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias")) or of_gemma4(key)
         assert name is not None, key
         if arch in PERMUTED and key.split(".")[-2] in ("q_proj", "k_proj"):
@@ -398,6 +433,6 @@ def add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     else:
         eps = config.norm_eps if config.model_type.startswith("lfm2") else config.rms_norm_eps
         writer.add_layer_norm_rms_eps(eps)
-    if getattr(config, "head_dim", None):
+    if getattr(config, "head_dim", None) and not hasattr(config, "kv_lora_rank"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

@@ -66,6 +66,7 @@ def test_models_that_look_ahead_are_refused(tmp_path: Path, name: str) -> None:
     [
         ("llama", {"rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
         ("qwen3", {"partial_rotary_factor": 0.5}),
+        *((name, {}) for name in ("deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite")),
         ("smollm3", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING]}),
     ],
 )
@@ -118,8 +119,7 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
     ("name", "gguf", "missing"),
     [
         ("phimoe", False, "a router of another kind"),
-        ("glm4_moe_lite", False, r"latent attention \(MLA\)"),
-        ("deepseek2", True, r"latent attention \(MLA\)"),
+        ("minicpm3", False, r"latent attention \(MLA\)"),
         ("jamba", True, "recurrent layers"),
         ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],

@@ -60,13 +60,30 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     if name == "olmo3":
         # files of both families have one architecture
         config["model_type"] = "olmo3"
-    if name == "mixtral":
-        config["model_type"] = "mixtral"
+    if name in ("mixtral", "glm4_moe_lite"):
+        config["model_type"] = name
     # a scale that a folder says although it is the usual one
     for layer in config["layers"]:
         if "attention" in layer and layer["attention"]["scale"] is None:
             layer["attention"]["scale"] = expected.config.attention.scale
     same_config(ModelConfig.from_json(config), expected.config)
+    same_tensors(opened, expected)
+
+
+def test_latents_of_older_files(tmp_path: Path) -> None:
+    """With one tensor for keys and values, and the widths of heads under their usual keys."""
+
+    def older(w: gguf.GGUFWriter) -> None:
+        tiny_gguf.deepseek2(w)
+        for name, value in (("key_length", 48), ("value_length", 48)):
+            w.kv_data[0][f"deepseek2.attention.{name}"].value = value
+            del w.kv_data[0][f"deepseek2.attention.{name}_mla"]
+
+    make("deepseek_v2", tmp_path)
+    arch = gguf.MODEL_ARCH.DEEPSEEK2
+    path = convert(tmp_path, tmp_path / "model.gguf", arch, older, split_latents=False)
+    opened, expected = open_checkpoint(path), open_checkpoint(tmp_path)
+    same_config(opened.config, expected.config)
     same_tensors(opened, expected)
 
 

@@ -37,8 +37,10 @@ MIXTURES = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"),
     *("granitemoehybrid_experts", "granitemoehybrid_mamba", "qwen3_next", "gemma4_experts"),
 )
+# No adapter changes their attention.
+LATENTS = ("deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite")
 # Folders of adapters of these are refused: factors of the model are in its config alone.
-NOT_READ = tuple(name for name in FAMILIES if name.startswith("falcon_h1"))
+NOT_READ = LATENTS + tuple(name for name in FAMILIES if name.startswith("falcon_h1"))
 
 
 def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> None:
@@ -98,7 +100,7 @@ def test_factors_that_an_adapter_does_not_know_are_not_taken_for_one(tmp_path: P
         changes_of(adapter, open_checkpoint(tmp_path / "model").config)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in ("olmo3", "mixtral")])
+@pytest.mark.parametrize("name", sorted({*FILES} - {"olmo3", "mixtral", *LATENTS}))
 def test_gguf_adapters_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     """Those of a folder's model too, whose rows of Q and K are in another order."""
     arch, keys, changes = FILES[name]
@@ -182,7 +184,7 @@ def test_scales_are_those_of_peft(
         ({"bias": "all"}, "bias = 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save = "),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
-        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens = "),
+        ({"alora_invocation_tokens": [5, -6]}, "alora_invocation_tokens is [5, -6]; token ids"),
         ({"trainable_token_indices": [7]}, "trainable_token_indices = "),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters = "),
         ({"alpha_pattern": {"(a+)+b": 4}}, "a pattern without repeated groups"),
@@ -234,6 +236,16 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     make("olmoe", base)
     pairs = pairs_of(base, only=lambda name: "experts.1." in name)
     assert "which is a matrix of an expert;" in refused(
+        write_peft(tmp_path / "adapter", pairs), base
+    )
+
+
+@pytest.mark.parametrize("part", ["q_a_proj", "kv_b_proj", "o_proj"])
+def test_attention_over_latents_is_refused(tmp_path: Path, part: str) -> None:
+    base = tmp_path / "model"
+    make("glm4_moe_lite", base)
+    pairs = pairs_of(base, only=lambda name: f".{part}" in name)
+    assert "which is a matrix of attention over latents;" in refused(
         write_peft(tmp_path / "adapter", pairs), base
     )
 

@@ -8,6 +8,16 @@ from edgellm.kernels.experts import Routing
 
 
 @dataclass(frozen=True)
+class Latents:
+    """Widths of attention over latents; see `LatentWeights`."""
+
+    rank: int
+    key: int
+    value: int
+    query_rank: int | None = None
+
+
+@dataclass(frozen=True)
 class Parts:
     """What a layer has beside, or in place of, Llama's parts; see `LayerWeights`."""
 
@@ -33,6 +43,7 @@ class Parts:
     shared_router: bool = False
     sinks: bool = False
     beside: bool = False  # the shared expert is an MLP with norms of its own beside the experts
+    latent: Latents | None = None  # head_dim is the width of what RoPE turns
 
 
 @dataclass(frozen=True)
@@ -183,11 +194,39 @@ EXPERTS = {
             routing=Routing(experts=5, used=5, scale=2.5),
         ),
     ),
+    "groups": Shape(
+        *(2, 2, 32),
+        intermediate=32,
+        parts=Parts(
+            routing=Routing(
+                experts=12, used=3, scores="sigmoid", selection_bias=True, groups=4, used_groups=2
+            ),
+        ),
+    ),
     "every second layer": Shape(
         *(4, 1, 32),
         layers=3,
         parts=Parts(qk_norm="head", routing=Routing(experts=20, used=3)),
         odd=Shape(4, 1, 32, intermediate=96),
+    ),
+}
+# Layers that attend over latents, one of them beside another kind of attention.
+LATENTS = {
+    "one latent": Shape(3, 1, 32, parts=Parts(scale=0.1, latent=Latents(64, 32, 32))),
+    "latents": Shape(
+        *(4, 1, 16),
+        layers=2,
+        parts=Parts(scale=0.1, ropes=(1.0, 1.0), latent=Latents(96, 64, 48, query_rank=64)),
+        odd=Shape(4, 1, 16, parts=Parts(scale=0.1, latent=Latents(96, 32, 32))),
+    ),
+    "wide latents": Shape(
+        *(20, 1, 64),
+        hidden=64,
+        parts=Parts(
+            scale=0.05,
+            latent=Latents(512, 192, 256, query_rank=96),
+            routing=Routing(experts=6, used=2, groups=3, used_groups=2),
+        ),
     ),
 }
 # Layers that keep a state in place of K and V, beside others that attend.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from model_shapes import Shape
+from model_shapes import Latents, Shape
 from random_weights import random_weight
 
 from edgellm.kernels import rope
@@ -15,6 +15,7 @@ from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import dequantize
@@ -92,6 +93,8 @@ class Model:
             mixing = self._mixing(index)
             mixer = mixing.get("mixer")
             width = here.heads * here.head_dim if mixer is None else mixer.size
+            if here.parts.latent is not None:
+                width = here.heads * here.parts.latent.value
             layers.append(
                 LayerWeights(
                     **mixing,
@@ -146,6 +149,8 @@ class Model:
             return {"mixer": self._mamba2(here, prefix)}
         if here.parts.mixer == "delta_net":
             return {"mixer": self._delta_net(prefix)}
+        if here.parts.latent is not None:
+            return self._latent(here, here.parts.latent, prefix)
         width = here.heads * here.head_dim
         beside: dict[str, Any] = {}
         if here.parts.mamba_beside:
@@ -163,6 +168,29 @@ class Model:
             "heads": here.heads,
             "scale": here.parts.scale,
             "softcap": here.parts.softcap,
+        }
+
+    def _latent(self, here: Shape, latent: Latents, prefix: str) -> dict[str, Any]:
+        hidden, heads, down = self.shape.hidden, here.heads, {}
+        if latent.query_rank is not None:
+            down = {
+                "query_down": self._linear(prefix + "query_down", latent.query_rank, hidden),
+                "query_norm": self._vector(latent.query_rank, around=1.0),
+            }
+        inputs = latent.query_rank or hidden
+        return {
+            "q": self._linear(prefix + "q", heads * (here.head_dim + latent.key), inputs),
+            "k": self._linear(prefix + "k", here.head_dim, hidden),
+            "v": self._linear(prefix + "v", latent.rank, hidden),
+            "latent": LatentWeights(
+                key_up=self._linear(prefix + "key_up", heads * latent.rank, latent.key),
+                value_up=self._linear(prefix + "value_up", heads * latent.value, latent.rank),
+                norm=self._vector(latent.rank, around=1.0),
+                epsilon=EPSILON,
+                **down,
+            ),
+            "heads": heads,
+            "scale": here.parts.scale,
         }
 
     def _keys_and_values(self, index: int) -> dict[str, Any]:
@@ -331,6 +359,8 @@ class Model:
                 pools[-1].states[:] = np.nan
                 continue
             heads = {"kv_heads": members[0].kv_heads, "head_dim": members[0].head_dim}
+            latent = members[0].latent
+            heads["latent"] = 0 if latent is None else latent.rank
             pools.append(allocate(format=format, **sizes, **heads))
         return pools
 

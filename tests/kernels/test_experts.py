@@ -24,7 +24,8 @@ def expected(model: Model, layer: int, x: np.ndarray) -> np.ndarray:
     weights = model.weights.layers[layer]
     assert weights.routing is not None
     assert weights.router is not None
-    shares = reference.shares(x.astype("f8") @ weights.router.T.astype("f8"), weights.routing)
+    logits = x.astype("f8") @ weights.router.T.astype("f8")
+    shares = reference.shares(logits, weights.routing, weights.selection_bias)
     each = {
         name: np.split(model.floats[f"layers.{layer}.{name}"], weights.routing.experts)
         for name in ("gate", "up", "down")

@@ -192,6 +192,33 @@ def test_rows_of_several_adapters_are_as_alone(compiled: ctypes.CDLL, name: str)
         assert same == (span.adapter is None)
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_rows_before_an_adapter_begins_are_the_models(compiled: ctypes.CDLL) -> None:
+    """However the rows are cut into spans."""
+    model = Model(LAYERS["everything"])
+    adapter = packed(model, changes_of(model, 12))
+
+    def step(cuts: list[tuple[int, int, int]], threads: int) -> tuple[np.ndarray, np.ndarray]:
+        """States and logits of spans from, to, and without the adapter up to a row."""
+        views, found = model.views("int8"), []
+        built = model.step(compiled, views)
+        for start, end, plain in cuts:
+            span = span_of(views, model.tokens[start:end], start, logit_rows=end - start)
+            span = replace(span, adapter=adapter, adapter_start=plain)
+            result = built.run([span], threads=threads)
+            assert result is not None
+            found.append(result)
+        states, logits = zip(*found, strict=True)
+        return np.concatenate(states), np.concatenate(logits)
+
+    expected = step([(0, 13, 13), (13, 30, 0)], 1)
+    for cuts in ([(0, 30, 13)], [(0, 9, 9), (9, 18, 4), (18, 30, 0)]):
+        for threads in (1, 3):
+            for ours, theirs in zip(step(cuts, threads), expected, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+    assert not np.array_equal(step([(0, 30, 30)], 1)[1], expected[1])
+
+
 class _View:
     def __init__(self, blocks: KVBlocks) -> None:
         self.blocks = blocks

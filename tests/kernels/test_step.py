@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_shapes import EXPERTS, HYBRIDS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
+from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import MIXTURES, NARROW, TABLE, VOCABULARY, Model, View, span_of
 
 from edgellm.kernels.kv_append import HeadNorms
@@ -69,10 +69,11 @@ def test_wide_model_matches_reference(compiled: ctypes.CDLL, mixture: str) -> No
     assert_near_reference(compiled, WIDE, mixture)
 
 
-@pytest.mark.parametrize("name", [*PARTS, *UNEVEN, *SHARED, *EXPERTS, *HYBRIDS])
+@pytest.mark.parametrize("name", [*PARTS, *UNEVEN, *SHARED, *EXPERTS, *LATENTS, *HYBRIDS])
 @pytest.mark.usefixtures("poisoned")
 def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
-    assert_near_reference(compiled, (PARTS | UNEVEN | SHARED | EXPERTS | HYBRIDS)[name])
+    every = PARTS | UNEVEN | SHARED | EXPERTS | LATENTS | HYBRIDS
+    assert_near_reference(compiled, every[name])
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
     [
         *(SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], SHARED["gemma4"]),
         *EXPERTS.values(),
+        *LATENTS.values(),
         *HYBRIDS.values(),
     ],
     ids=str,
@@ -131,6 +133,8 @@ BATCHES = {
         ("tokens", SHARED["gemma4"], "f32"),
         ("tokens", EXPERTS["two of seven"], "int8"),
         ("chunks and tokens", EXPERTS["every second layer"], "f32"),
+        ("past a split of the keys", LATENTS["latents"], "int8"),
+        ("chunks and tokens", LATENTS["one latent"], "f16"),
         ("past a split of the keys", HYBRIDS["short_conv"], "int8"),
         ("chunks and tokens", HYBRIDS["short_conv with experts"], "f32"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_shapes import HYBRIDS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
+from model_shapes import HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import Model, View, span_of
 
 from edgellm.kernels.linear import rows_of
@@ -20,7 +20,7 @@ DEEP = [replace(SHAPES[0], layers=3), replace(SHAPES[3], layers=3), SHAPES[1]]
 DEEP += [replace(PARTS[name], layers=3) for name in PARTS]
 DEEP += [replace(UNEVEN[name], layers=3) for name in UNEVEN]
 DEEP += [replace(SHARED["gemma4"], layers=3, shared=1), SHARED["shared"]]
-DEEP += HYBRIDS.values()
+DEEP += [replace(LATENTS["latents"], layers=3), *HYBRIDS.values()]
 # Where rows are cut, and after which layers they rest there.
 CUTS = ([1, 64, 131], [131])
 GROUPS = ([1, 2, 3], [2, 3], [1, 3])

@@ -52,10 +52,10 @@ def test_longest_prefix_at_any_token(tokens: list[int], expected: tuple[int, lis
 def test_a_salt_has_prefixes_of_its_own() -> None:
     index = filled()
     salted = index.salted_root("a key")
-    assert index.salted_root("") == index.root
-    assert len({index.root, salted, index.salted_root("another")}) == 3
+    assert index.salted_root("").name == index.root
+    assert len({index.root, salted.name, index.salted_root("another").name}) == 3
     assert index.match(TOKENS, root=salted).length == 0
-    index.insert(salted, TOKENS[:BLOCK], [5])
+    index.insert(salted.name, TOKENS[:BLOCK], [5])
     assert index.match(TOKENS, root=salted) == Match(BLOCK, [[5]])
     assert index.match(TOKENS).length == len(TOKENS)
     plain, other = list(index.names(TOKENS)), list(index.names(TOKENS, root=salted))

@@ -372,4 +372,4 @@ def test_a_prompt_that_leaves_another_in_a_block_differs_from_it(cache: KVCache)
     other = [*tokens_of(0, 100), *tokens_of(1, 60)]
     sequence = cache.sequence(other)
     assert len(sequence) == 0
-    assert cache.index.end_of(sequence.root, other, 0) == "differs"
+    assert cache.index.end_of(sequence.root.name, other, 0) == "differs"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_without_model import ask, finish, start, step, tokens
 
-from edgellm.engine.drafter import PromptLookup
+from edgellm.engine.prompt_lookup import PromptLookup
 from edgellm.generation_options import GenerationOptions
 
 CTX = 256
@@ -21,7 +21,7 @@ class Lookups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
-        monkeypatch.setattr("edgellm.engine.drafter.PromptLookup", self.make)
+        monkeypatch.setattr("edgellm.engine.prompt_lookup.PromptLookup", self.make)
 
     def make(self, known: list[int]) -> PromptLookup:
         self.sizes.append(len(known))

@@ -14,7 +14,7 @@ from inspection import draft_always, step_in_readers
 from loops import alone, together, tokens_of
 
 from edgellm.engine.draft_policy import DraftPolicy, common_length
-from edgellm.engine.drafter import LookupDrafter
+from edgellm.engine.prompt_lookup import LookupDrafter
 from edgellm.engine.speculation import Speculation
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import Logits

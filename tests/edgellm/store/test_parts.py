@@ -11,8 +11,10 @@ from edgellm.backends.registry import DECODE_BACKENDS
 from edgellm.export.precisions import PRECISIONS
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import (
+    OTHER_MODEL,
     Attention,
     DeltaNet,
+    Latent,
     LayerConfig,
     Mamba2,
     Mlp,
@@ -82,11 +84,25 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     (Attention, "kv_from"): (attention(kv_from=0), "layers that share K and V"),
     (Attention, "output_gate"): (attention(output_gate=True), "gates of attention"),
     (Attention, "sinks"): (attention(sinks=True), "attention sinks"),
+    (Attention, "latent"): (
+        attention(kv_heads=1, scale=0.1, latent=Latent(rank=64, key=32, value=32)),
+        "attention over latents",
+    ),
+    (Routing, "groups"): (routing(groups=2), "groups of experts"),
+    (Routing, "used_groups"): (routing(groups=2), "groups of experts"),
     (Routing, "scores"): (routing(scores="sigmoid"), "experts chosen by sigmoids"),
     (Routing, "bias"): (routing(bias=True), "biases of routers"),
     (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
     (Routing, "selection_bias"): (routing(selection_bias=True), "biases of routers"),
     (ModelConfig, "norm"): (replace(CONFIG, norm="layer"), "layer norms"),
+    (ModelConfig, "backbone"): (
+        replace(
+            CONFIG,
+            layers=(replace(LAYER, mixer=replace(LAYER.attention, kv_from=OTHER_MODEL)),),
+            backbone=64,
+        ),
+        "K and V of another model",
+    ),
     (ModelConfig, "layer_embedding"): (
         replace(CONFIG, layer_embedding=32),
         "embeddings for each layer",
