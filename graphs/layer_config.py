@@ -184,7 +184,6 @@ class Attention:
 
     @property
     def query_size(self) -> int:
-        """Width of the queries of all heads."""
         return self.heads * (self.head_dim + (0 if self.latent is None else self.latent.key))
 
     @property

@@ -260,3 +260,146 @@ def packed_nibbles(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Pack codes `[N, K]` of 4 bits for MatMulNBits, `[N, K/32, 16]`: two in a byte."""
     pairs = codes.reshape(codes.shape[0], -1, GROUP // 2, 2)
     return pairs[..., 0] | np.left_shift(pairs[..., 1], 4, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class HalfLinear:
+    """Linear layer with a float16 weight `[N, K]`."""
+
+    weight: ir.TensorProtocol
+
+    @classmethod
+    def store(cls, file: WeightFile, name: str, weight: NDArray[np.float32]) -> HalfLinear:
+        return cls(file.add(name, _halves(weight)))
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return Activation(_cast(graph, x, ir.DataType.FLOAT16))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        product = graph.op("Gemm", x.values, graph.weight(self.weight), transB=1)
+        return _cast(graph, product, ir.DataType.FLOAT)
+
+
+@dataclass(frozen=True)
+class HalfInt4Linear:
+    """Linear layer with an int4 affine weight in groups of 32, multiplied by halves.
+
+    `value = (code - zero_point) * scale`; a zero point need not be an integer, so it is a half too.
+    """
+
+    packed: ir.TensorProtocol
+    scale: ir.TensorProtocol
+    zero_point: ir.TensorProtocol
+    shape: tuple[int, int]
+
+    @classmethod
+    def store(cls, file: WeightFile, name: str, weight: QuantizedWeight) -> HalfInt4Linear:
+        scale, offset = weight.scales(), weight.offsets()
+        flat = scale == 0  # all values are the offset: stored as (0 - -1) * offset
+        scale = np.where(flat, offset, scale)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            zero_point = np.where(flat, -1, weight.kind.zero - offset / scale)
+        packed = packed_nibbles(weight.codes)
+        return cls(
+            file.add(name, np.where(flat[..., None], np.uint8(0), packed)),
+            file.add(f"{name}.scale", _halves(scale)),
+            file.add(f"{name}.zero_point", _halves(zero_point)),
+            weight.shape,
+        )
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return Activation(_cast(graph, x, ir.DataType.FLOAT16))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        product = graph.op(
+            "MatMulNBits",
+            x.values,
+            graph.weight(self.packed),
+            graph.weight(self.scale),
+            graph.weight(self.zero_point),
+            domain="com.microsoft",
+            K=self.shape[1],
+            N=self.shape[0],
+            bits=4,
+            block_size=GROUP,
+        )
+        return _cast(graph, product, ir.DataType.FLOAT)
+
+
+def _halves(values: NDArray[np.float32]) -> NDArray[np.float16]:
+    return np.clip(values, -65504, 65504).astype(np.float16)
+
+
+def _cast(graph: GraphBuilder, x: ir.Value, to: ir.DataType) -> ir.Value:
+    return graph.op("Cast", x, to=int(to))
+
+
+_INPUT = ".input"
+
+
+def input_name(layer: str) -> str:
+    """Return the name of the grid of a layer's input; gate and up share one grid."""
+    return layer.replace(".up", ".gate") + _INPUT
+
+
+def is_input(name: str) -> bool:
+    """Whether the name is that of an input's grid."""
+    return name.endswith(_INPUT)
+
+
+@dataclass(frozen=True)
+class StaticLinear:
+    """Linear layer with an int8 weight `[K, N]`, a scale per column, and rounded input and output.
+
+    Qualcomm's HTP takes this QDQ form as one integer product: DequantizeLinear on both sides of a
+    MatMul, QuantizeLinear behind it. Operators between two linear layers (norm, SiLU, residual)
+    stay float, half precision on the HTP.
+
+    Attributes:
+        name: name of the layer, which the names of its grids begin with.
+        zero_point: `[N]`, all zero.
+    """
+
+    name: str
+    weight: ir.TensorProtocol
+    scale: ir.TensorProtocol
+    zero_point: ir.TensorProtocol
+
+    @classmethod
+    def store(
+        cls, file: WeightFile, name: str, weight: NDArray[np.int8], scale: NDArray[np.float32]
+    ) -> StaticLinear:
+        """Store codes `[N, K]` and scales `[N]` of a layer."""
+        return cls(
+            name,
+            file.add(name, weight.T),
+            file.add(f"{name}.scale", scale),
+            file.add(f"{name}.zero_point", np.zeros(weight.shape[0], np.int8)),
+        )
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return Activation(graph.quantized(input_name(self.name), x))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        weight = graph.op(
+            "DequantizeLinear",
+            graph.weight(self.weight),
+            graph.weight(self.scale),
+            graph.weight(self.zero_point),
+            axis=1,
+        )
+        return graph.quantized(f"{self.name}.output", graph.op("MatMul", x.values, weight))
+
+
+@dataclass(frozen=True)
+class ObservedLinear:
+    """Linear layer whose grids are not chosen yet; its `StaticLinear` will have the same name."""
+
+    name: str
+    linear: Linear
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return self.linear.activation(graph, graph.quantized(input_name(self.name), x))
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        return graph.quantized(f"{self.name}.output", self.linear.apply(graph, x))

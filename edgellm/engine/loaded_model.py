@@ -19,10 +19,9 @@ from edgellm.backends.registry import CHUNKED, NATIVE
 from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.backends.token_backend import TokenBackend
-from edgellm.cache.disk_cache import DiskCache
+from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.write_behind import WriteBehind
 from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure

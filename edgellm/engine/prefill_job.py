@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Span
 from edgellm.cache.sequence import Growth, Sequence
-from edgellm.engine.plan import Layers, Underway
+from edgellm.checks import check_number
+from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
+from edgellm.engine.policies import StallFree
+from edgellm.engine.prompt_rows import Parking, PromptRows, StepBudget
+from edgellm.engine.step_costs import StepLoad
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.step import LayerGroup
 
@@ -105,3 +111,106 @@ class PrefillJob:
         self.away = False
         if self.dropped:
             self.drop()
+
+
+# Layered prefill: steps in which a long prompt goes through some of the layers.
+
+# Maximum of prompts with parked rows: each holds blocks, and 4 bytes times the rows times the
+# model's width, with that of Q, K and V where the next layer has begun.
+_MOST_RESTING = 4
+# Factor by which a group may exceed what is left of a step: within the error of a prediction.
+_SLACK = 1.125
+_FULL = StepBudget(0.0, 0, 0)
+# Seconds of a step where no time is predicted.
+_SHORTEST = 1e-9
+
+
+class LayerGroups(PromptRows[RequestT]):
+    """Rows of prompts in one step, where long prompts go through the layers in groups.
+
+    Up to `resting_rows` rows of a prompt that takes more than two steps go through as many layers
+    as the step has time for, and are parked until the next step. Shorter prompts go through all
+    layers together with the decodes, a few rows in a step, also when they pass a long one.
+    """
+
+    def _serve(self, entry: Entry[RequestT], room: int) -> None:
+        underway, parking = entry.request.underway, self._budget.parking
+        long = entry.left > room + room // 8
+        if underway is None and long and parking is not None and entry.request.may_rest:
+            rows = self._rows_of(entry, room, parking)
+            if rows > 2 * room and self._resting() < _MOST_RESTING:
+                underway = Underway(rows, 0, parking.layers)
+        if underway is None:
+            self._compute(entry, room)
+        elif room > 0:
+            self._pass_group(entry, underway, self._seconds_of(entry, room))
+
+    def _resting(self) -> int:
+        return sum(request.underway is not None for request in self._snapshot.running)
+
+    def _seconds_of(self, entry: Entry[RequestT], room: int) -> float:
+        """Return the seconds that `room` rows add to the step, also where decodes alone fill it."""
+        seconds, position = self._costs.seconds, entry.request.computed
+        return seconds(self._load.plus(room, position)) - seconds(self._load)
+
+    def _rows_of(self, entry: Entry[RequestT], room: int, parking: Parking) -> int:
+        """Return the rows of which whole layers fill a step: fewer in two layers, where 512 would
+        pass one and a half. The rest of a prompt is taken whole if one layer of it fits."""
+        costs, start, layers = self._costs, entry.request.computed, parking.layers
+        step, left = max(self._seconds_of(entry, room), _SHORTEST), entry.left
+        most, in_each = min(left, parking.rows), 1
+        if most < left:
+            steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
+            in_each = math.ceil(layers / min(max(steps, 1), layers))
+        seconds, chunk = step * layers / in_each, parking.chunk_rows
+        rows = costs.rows_within(seconds, start, beside=StepLoad(), limit=most)
+        return rows if rows == left else min(max(rows // chunk, 1) * chunk, left)
+
+    def _pass_group(self, entry: Entry[RequestT], underway: Underway, seconds: float) -> None:
+        """Give a prompt's rows their next layers; those left are spread evenly over as few steps as
+        they take."""
+        start, (rows, passed, count) = entry.request.computed, underway
+        whole = self._costs.seconds(StepLoad().plus(rows, start))
+        left = count - passed
+        fitting = left if whole <= seconds else max(1, int(_SLACK * seconds / whole * count))
+        layers = Layers(passed, passed + math.ceil(left / math.ceil(left / fitting)), count)
+        self.plan.shares.append(Share(entry.request, start, rows, decode=False, layers=layers))
+        self._served.add(entry.number)
+        if layers.end < count:
+            # the little time left is not for another prompt, so that this one goes on sooner
+            self._budget = _FULL
+            return
+        spent = whole * (layers.end - layers.first) / count
+        self._budget = self._budget._replace(seconds=self._budget.seconds - spent)
+        self._rows += layers.part(rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layered(StallFree):
+    """`StallFree` where a long prompt yields to others between layers (arXiv:2510.08055).
+
+    In a step in which others decode or wait, up to `resting_rows` of its rows go through as many
+    layers as the time target leaves. So a weight is read once for all these rows, or for each chunk
+    of them, and not once for the few that go through all layers in the same time.
+
+    Attributes:
+        layers: number of layers of the model.
+        chunk_rows: rows of a chunk. Parked rows are a multiple of it, or the end of a prompt: they
+            are in the same chunks whatever the load.
+    """
+
+    layers: int
+    resting_rows: int = 512
+    chunk_rows: int = 1
+    prompt_rows = LayerGroups
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("layers", "resting_rows", "chunk_rows"):
+            check_number(name, getattr(self, name), 1, whole=True)
+
+    def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        budget = super().budget(decodes=decodes, requests=requests)
+        if requests == 1:
+            return budget
+        return budget._replace(parking=Parking(self.resting_rows, self.chunk_rows, self.layers))

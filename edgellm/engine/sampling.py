@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.engine import samplers
-from edgellm.engine.dry import Dry
-from edgellm.engine.samplers import Candidates, Floats, softmax
+from edgellm.engine.samplers import Candidates, Dry, Floats, softmax
 from edgellm.errors import NumericError, OptionError
 from edgellm.generation_options import SAMPLERS, GenerationOptions
 from edgellm.kernels.sampling import MOST_CANDIDATES

@@ -22,8 +22,8 @@ from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.contract import HOST_TOKENS, Grid
+from edgellm.graphs.linear import input_name, is_input
 from edgellm.graphs.segment import Segment, author_segment
-from edgellm.graphs.static_linear import input_name, is_input
 from edgellm.quantize.calibration import (
     METHODS,
     Method,

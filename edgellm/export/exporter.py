@@ -13,8 +13,12 @@ from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
 from edgellm.export.merged import Merge, MergedCheckpoint
-from edgellm.export.packed_writer import store_mtp_weights, store_packed_weights
-from edgellm.export.precision_writer import write_head, write_precision
+from edgellm.export.precision_writer import (
+    store_mtp_weights,
+    store_packed_weights,
+    write_head,
+    write_precision,
+)
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.export.source_checkpoint import digest_of, file_type_of, weight_files

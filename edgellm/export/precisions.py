@@ -34,8 +34,15 @@ from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
-from edgellm.graphs.half_linear import HalfInt4Linear, HalfLinear
-from edgellm.graphs.linear import BiasedLinear, ConcatLinear, FloatLinear, GroupLinear, Linear
+from edgellm.graphs.linear import (
+    BiasedLinear,
+    ConcatLinear,
+    FloatLinear,
+    GroupLinear,
+    HalfInt4Linear,
+    HalfLinear,
+    Linear,
+)
 from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors

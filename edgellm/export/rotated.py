@@ -15,8 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.export.import_report import ImportReport
-from edgellm.export.weight_reader import WeightReader
+from edgellm.export.weight_reader import ImportReport, WeightReader
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.linear import (
@@ -27,10 +26,12 @@ from edgellm.graphs.linear import (
     Int8Linear,
     Int8PairLinear,
     Linear,
+    ObservedLinear,
+    StaticLinear,
+    input_name,
 )
 from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
-from edgellm.graphs.static_linear import ObservedLinear, StaticLinear, input_name
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error

@@ -11,8 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from edgellm.errors import ModelFormatError, OptionError, TokenizerError
-from edgellm.export.end_tokens import end_tokens
-from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer
+from edgellm.export.tokenizer_gguf import adds_bos, build_tokenizer, end_tokens
 from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.fields import Fields

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from edgellm.kernels.gpu.early import allow_next, prefetch, wait_for_last
-from edgellm.kernels.linear.gpu_epilogue import epilogue
 from edgellm.kernels.linear.gpu_fragments import (
     code_bytes,
     half_multiplied,
@@ -24,6 +23,7 @@ from edgellm.kernels.linear.gpu_fragments import (
     two_scales,
     words,
 )
+from edgellm.kernels.linear.gpu_gemm import epilogue
 from edgellm.kernels.linear.gpu_packed import group_offset, panel_start, run_size
 from edgellm.kernels.linear.gpu_rows import store_rows
 

@@ -24,7 +24,7 @@ from edgellm.backends.schedule import Policy
 from edgellm.export import export
 from edgellm.llm import load
 from edgellm.machine import peak_memory_bytes
-from edgellm.measure.plan import measure
+from edgellm.measure.explain import measure
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import DEFAULT_MODEL, resolve
 

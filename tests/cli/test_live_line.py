@@ -13,7 +13,7 @@ pytest.importorskip("termios", reason="needs a pseudo-terminal")
 
 from terminal import Screen, Terminal
 
-from edgellm.cli.live_line import LiveLine
+from edgellm.cli.output import LiveLine
 from edgellm.store.bundle import Bundle
 
 # Lines that end at, before and behind the last column of windows of 10 and 13 columns.
@@ -33,7 +33,7 @@ def pieces(text: str) -> Iterator[str]:
 @pytest.fixture
 def show(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Writes an answer on a screen, with the last line after every piece."""
-    monkeypatch.setattr("edgellm.cli.live_line._INTERVAL_S", 0)
+    monkeypatch.setattr("edgellm.cli.output._INTERVAL_S", 0)
     monkeypatch.setenv("TERM", "xterm")
 
     def write(

@@ -10,8 +10,7 @@ import pytest
 from edgellm.backends.thread_pool import session_options
 from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.graphs.contract import Grid
-from edgellm.graphs.linear import BlockRotatedLinear, Linear
-from edgellm.graphs.static_linear import StaticLinear, input_name, is_input
+from edgellm.graphs.linear import BlockRotatedLinear, Linear, StaticLinear, input_name, is_input
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.int8 import quantize_channels

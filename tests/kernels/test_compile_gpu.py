@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 KERNELS = Path(edgellm.kernels.gpu.device.__file__).parent.parent
+REPORT = Path(__file__).parents[1] / "bench" / "compile_report.py"
 # Models that together have every part of a layer that a kernel is compiled for.
 MODELS = "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases"
 WITH_EXPERTS = "Qwen3-30B-A3B"
@@ -27,7 +28,7 @@ def report(folder: Path, *arguments: str) -> list[list[str]]:
     """The report's lines, in words; a kernel that spills registers fails the test."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-m", "edgellm.kernels.gpu.compile_report", *arguments],
+        [sys.executable, str(REPORT), *arguments],
         capture_output=True,
         text=True,
         env={**environment, "TRITON_CACHE_DIR": str(folder)},

@@ -12,8 +12,7 @@ import pytest
 from inspection import until_kept
 from waiting import CEILING_S
 
-from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.write_behind import WriteBehind
+from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.llm import load
 
 NAMES = [bytes([i]) * 32 for i in range(6)]
@@ -81,7 +80,7 @@ def test_what_finds_no_room_is_gone() -> None:
 
 
 def test_no_more_waits_than_memory_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgellm.cache.write_behind._MOST_BYTES", 250)
+    monkeypatch.setattr("edgellm.cache.disk_cache._MOST_BYTES", 250)
     slow = Slow()
     behind = WriteBehind(slow)
     assert write_all(behind, NAMES[:4]) == [True, True, False, False]

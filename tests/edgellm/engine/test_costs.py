@@ -17,7 +17,7 @@ from edgellm.engine.measured import MeasuredPrompt, from_json
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export import export
 from edgellm.llm import load
-from edgellm.measure.plan import keep_prompt
+from edgellm.measure.explain import keep_prompt
 from edgellm.store.bundle import COSTS, Bundle, open_bundle
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edgellm import GenerationOptions
-from edgellm.engine.dry import Dry, Repetitions
+from edgellm.engine.samplers import Dry, Repetitions
 
 TEXTS = ["a", "b", "c", "d", "\n", "x:", ":y", "<", "-", "<<", "->", ">"]
 

@@ -22,9 +22,9 @@ from simulated_engine import (
     two_cores,
 )
 
-from edgellm.engine.layer_groups import Layered
 from edgellm.engine.plan import Layers, Underway
 from edgellm.engine.policies import StallFree
+from edgellm.engine.prefill_job import Layered
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.errors import EdgeLLMError

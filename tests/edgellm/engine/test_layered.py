@@ -59,7 +59,7 @@ from edgellm import CacheFullError, Completion, OptionError
 from edgellm.backends import selection
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
-from edgellm.engine.layer_groups import Layered
+from edgellm.engine.prefill_job import Layered
 from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library

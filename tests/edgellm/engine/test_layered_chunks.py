@@ -20,7 +20,7 @@ from edgellm.backends.chunk import Chunk
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.planner import Costs
-from edgellm.engine.layer_groups import Layered
+from edgellm.engine.prefill_job import Layered
 from edgellm.export import export
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from edgellm import BundleError
-from edgellm.export.import_report import ImportReport
+from edgellm.export.weight_reader import ImportReport
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
 from edgellm.store.bundle import Bundle, open_bundle

@@ -15,7 +15,7 @@ from edgellm.backends.selection import select
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
-from edgellm.measure.plan import Profile, measure, predict, profile
+from edgellm.measure.explain import Profile, measure, predict, profile
 from edgellm.measure.roofline import measure_cpu, measure_gpu, work_of
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle

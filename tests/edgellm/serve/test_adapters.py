@@ -22,8 +22,8 @@ from edgellm.llm import LLM, load
 from edgellm.serve import ModelPool, ServedModel, ServeOptions, served_model
 from edgellm.serve.adapters import ServedAdapter
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.openai.adapters import load_adapter as add_adapter
-from edgellm.serve.openai.adapters import unload_adapter
+from edgellm.serve.openai.routes import load_adapter as add_adapter
+from edgellm.serve.openai.routes import unload_adapter
 
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 SIZES: dict[str, Any] = {"ctx_size": 8 * BLOCK, "cache_size": 32 * BLOCK}

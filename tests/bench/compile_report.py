@@ -1,6 +1,6 @@
 """Report of the registers and memory of every Triton kernel, compiled without a device.
 
-    python -m edgellm.kernels.gpu.compile_report [--models NAME,...] [--kinds int5_k] [sm_80 ...]
+    python tests/bench/compile_report.py [--models NAME,...] [--kinds int5_k] [sm_80 ...]
 
 With `--loops` the instructions of each kernel's longest loop are counted, too.
 
