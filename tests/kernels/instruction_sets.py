@@ -26,7 +26,7 @@ HERE_OR_NONE = HERE or ("none",)
 
 
 def in_turn(cases: Iterable[Any]) -> list[Any]:
-    """Each case with the best instruction set, and with another one in turn; with the rest it is slow.
+    """Each case with the best instruction set and with another one in turn; the rest is slow.
 
     The code of a step is one template of all of them, whose arithmetic has tests of its own.
     """
