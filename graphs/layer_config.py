@@ -171,10 +171,10 @@ class Attention:
             scale=self.scale,
             output_bias=self.output_bias,
         )
-        if self.scale is None or replace(self, latent=None) != plain:
+        if self.scale is None or self.head_dim % 16 or replace(self, latent=None) != plain:
             raise UnsupportedModelError(
                 "model config: latent attention with biases, norms, windows, caps, gates or sinks; "
-                "supported is one key for all heads, with a scale of the scores and none of these"
+                "supported is one key for all heads, 16, 32 ... wide, a scale and none of these"
             )
 
     @property

@@ -150,7 +150,8 @@ def _sources(target: ModelConfig, config: ModelConfig) -> list[int] | None:
     sources = [own[each.window] for each in attentions]
     for each, source in zip(attentions, sources, strict=True):
         there = target.attentions[source]
-        if (each.kv_heads, each.head_dim) != (there.kv_heads, there.head_dim):
+        sizes = there.kv_heads, there.head_dim
+        if there.latent is not None or (each.kv_heads, each.head_dim) != sizes:
             return None
     return sources
 

@@ -143,7 +143,8 @@ class AssistantDrafter:
         if sequence is None or self.evidence(tokens) is None:
             return []
         hidden, logits = self._head.model.run(sequence, tokens[-1:], self._hidden[-1:])
-        return self._head.guess(sequence, hidden, logits, count)
+        room = min(count, self._head.ctx_size - len(tokens))
+        return self._head.guess(sequence, hidden, logits, room)
 
     def close(self) -> None:
         """Forget what it has of an answer."""

@@ -22,6 +22,7 @@ inline void keep_groups(const edgellm::Router& router, float* rank, float* worth
         int worst = -1;
         for (int g = 0; g < router.groups; ++g)
             if (worth[g] != INFINITY && (worst < 0 || worth[g] <= worth[worst])) worst = g;
+        if (worst < 0) break;  // selections of a damaged file may be infinite
         worth[worst] = INFINITY;
         std::fill(rank + worst * size, rank + (worst + 1) * size, -INFINITY);
     }

@@ -413,7 +413,7 @@ def test_tensors_of_other_dimensions_are_refused(
         ("expert_gating_func", 4, UnsupportedModelError, "expert_gating_func = 4"),
         ("expert_shared_count", 1, UnsupportedModelError, "expert_shared_count = 1"),
         ("expert_shared_feed_forward_length", 32, UnsupportedModelError, "shared_feed_forward"),
-        ("expert_group_count", 4, UnsupportedModelError, "expert_group_count = 4 is not supp"),
+        ("expert_group_count", 4, ModelFormatError, "3 experts of 1 of 4 groups of 5 experts"),
         ("expert_weights_scale", -1.0, ModelFormatError, "scale of the experts is -1"),
     ],
 )
