@@ -194,15 +194,6 @@ EXPERTS = {
             routing=Routing(experts=5, used=5, scale=2.5),
         ),
     ),
-    "groups": Shape(
-        *(2, 2, 32),
-        intermediate=32,
-        parts=Parts(
-            routing=Routing(
-                experts=12, used=3, scores="sigmoid", selection_bias=True, groups=4, used_groups=2
-            ),
-        ),
-    ),
     "every second layer": Shape(
         *(4, 1, 32),
         layers=3,
@@ -268,8 +259,17 @@ HYBRIDS = {
 }
 # Shapes that Triton and graphs know of, too.
 PLAIN_EXPERTS = tuple(EXPERTS)
-# What gpt-oss has, and what GLM-4.5 and Qwen2-MoE have.
+# What gpt-oss has, and what DeepSeek-V3, GLM-4.5 and Qwen2-MoE have.
 EXPERTS |= {
+    "groups": Shape(
+        *(2, 2, 32),
+        intermediate=32,
+        parts=Parts(
+            routing=Routing(
+                experts=12, used=3, scores="sigmoid", selection_bias=True, groups=4, used_groups=2
+            ),
+        ),
+    ),
     "biases, sinks and a clamp": Shape(
         *(4, 2, 32),
         window=40,
