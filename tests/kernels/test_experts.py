@@ -39,7 +39,7 @@ def expected(model: Model, layer: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
-@pytest.mark.parametrize("name", (*PLAIN_EXPERTS, "groups"))
+@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups"])
 @pytest.mark.usefixtures("poisoned")
 def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> None:
     model = Model(EXPERTS[name])
@@ -48,7 +48,7 @@ def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> N
     assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("name", (*PLAIN_EXPERTS, "groups"))
+@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups"])
 @pytest.mark.usefixtures("poisoned")
 def test_a_row_does_not_depend_on_the_others(compiled: ctypes.CDLL, name: str) -> None:
     """Nor on the threads, and not on rows that are no numbers."""
