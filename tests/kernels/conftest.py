@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from instruction_sets import HERE_OR_NONE
+from instruction_sets import HERE_OR_NONE, UseISA
 from profiles import load_profile
 from requirements import unavailable
 
@@ -18,7 +18,6 @@ from edgellm.kernels.native import library
 load_profile()
 
 _CORES = max(2, os.cpu_count() or 1)
-UseISA = Callable[[str], ctypes.CDLL]
 
 
 @pytest.fixture
