@@ -200,7 +200,7 @@ def compile_for(launch: Launch, target: str) -> Usage:
 @click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
 @click.option("--loops", is_flag=True, help="Count the instructions of the longest loop.")
 @click.option(
-    "--once", is_flag=True, help="Leave out what differs from another one in sizes alone."
+    "--once", is_flag=True, help="Leave out what differs in sizes alone."
 )
 @click.argument("targets", nargs=-1)
 def main(
