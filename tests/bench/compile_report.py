@@ -199,9 +199,7 @@ def compile_for(launch: Launch, target: str) -> Usage:
 @click.option("--formats", default=",".join(get_args(KVFormat)), help="Of the KV cache.")
 @click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
 @click.option("--loops", is_flag=True, help="Count the instructions of the longest loop.")
-@click.option(
-    "--once", is_flag=True, help="Leave out what differs in sizes alone."
-)
+@click.option("--once", is_flag=True, help="Leave out what differs in sizes alone.")
 @click.argument("targets", nargs=-1)
 def main(
     *, models: str, formats: str, kinds: str, loops: bool, once: bool, targets: Sequence[str]
