@@ -187,7 +187,7 @@ def test_the_host_takes_no_more_than_a_tail(bundle: Path) -> None:
     assert backend.plan(75)[0].size is None
 
 
-@pytest.mark.parametrize(("policy", "at"), zip(POLICIES, (1, 20, 39), strict=True))
+@pytest.mark.parametrize(("policy", "at"), [*zip(POLICIES, (1, 20, 39), strict=True)])
 def test_stopped_in_a_group(bundle: Path, policy: Policy, at: int) -> None:
     """Nothing has been counted, and the same group goes on from what rested before it."""
     llm, backend = start(bundle, precision="w8a16-qdq", schedule=policy)
