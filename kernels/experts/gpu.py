@@ -40,10 +40,26 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class DeviceRouter:
-    """Router of a layer, `weight` `[experts, E]` in device memory."""
+    """Router of a layer in device memory.
+
+    Attributes:
+        weight: `[experts, E]`, and a row more if the shared expert has a share: see
+            `LayerWeights.shared_router`.
+        bias: of the logits, as many as `weight` has rows, or None.
+        selection, factors: what is added to the scores in the choice alone, and factors of the
+            shares, `[experts]`, or None.
+    """
 
     weight: torch.Tensor
     sizes: ExpertSizes
+    bias: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the shared expert has a share, by the last logit."""
+        return len(self.weight) > self.sizes.routing.experts
 
 
 @dataclass(frozen=True)
@@ -51,7 +67,7 @@ class ExpertBuffers:
     """Buffers for the slots of a step, which layers with experts use one after the other.
 
     Attributes:
-        scores: the router's logits `[rows, experts]`.
+        scores: the router's logits `[rows, experts]`, or one more: see `DeviceRouter.weight`.
         chosen: shares of the experts that each row has, -1 for others, `[rows, experts]`.
         counts: number of slots that some rows have in each expert, `[runs of rows, experts]`.
         share, slot: share and slot of each of a row's experts, in ascending order, `[rows, used]`.
@@ -92,7 +108,7 @@ class ExpertBuffers:
 
         slots = max(coded, rows * used)
         return cls(
-            scores=floats(rows * experts),
+            scores=floats(rows * (experts + 1)),
             chosen=floats(rows * experts),
             counts=whole(triton.cdiv(rows, _ROWS) * experts),
             share=floats(rows * used),
@@ -119,12 +135,14 @@ def score_kernel(
     x_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     router_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     score_ptr: tl.tensor,
     rows: tl.tensor,
     width: tl.tensor,
     experts: tl.tensor,
     epsilon: tl.tensor,
     NORM: tl.constexpr,
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -150,32 +168,91 @@ def score_kernel(
         total *= 1.0 / tl.sqrt(tl.sum(squares, axis=2) / width + epsilon)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
+    if BIAS:
+        total += tl.load(bias_ptr + expert, mask=expert < experts, other=0.0)
     known = (row < rows) & (expert < experts)
     tl.store(score_ptr + row * experts + expert, total, mask=known)
+
+
+@triton.jit
+def best(rank: tl.tensor, place: tl.tensor, there: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
+    """Return which of each row's ranks `[R, X]` are the COUNT best; no rank is NaN.
+
+    Of equal ones the first places are taken. Those at one place are taken together.
+    """
+    TAKEN: tl.constexpr = -(1 << 62)
+    # floats from 0 on are in the order of their bits, and those below in the reverse one
+    order = rank.to(tl.int32, bitcast=True)
+    order = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.int64)
+    order = tl.where(there, order << 16 | 65535 - place, TAKEN)
+    for _ in range(COUNT):
+        order = tl.where(order == tl.max(order, axis=1)[:, None], TAKEN, order)
+    return there & (order == TAKEN)
+
+
+@triton.jit
+def in_best_groups(
+    rank: tl.tensor,
+    group: tl.tensor,
+    there: tl.tensor,
+    PAIRS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    USED_GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """Return which experts `[R, X]` are in the groups with the best one or, if PAIRS, best two."""
+    worth = rank
+    for number in range(GROUPS):
+        member = there & (group == number)
+        each = tl.where(member, rank, float("-inf"))
+        first = tl.max(each, axis=1)[:, None]
+        value = first
+        if PAIRS:
+            top = each == first
+            second = tl.max(tl.where(top, float("-inf"), each), axis=1)[:, None]
+            value += tl.where(tl.sum(top.to(tl.int32), axis=1)[:, None] > 1, first, second)
+        worth = tl.where(member, value, worth)
+    return best(worth, group, there, USED_GROUPS)
 
 
 @triton.jit
 def best_shares(
     score: tl.tensor,
     there: tl.tensor,
+    selection: tl.tensor,
+    group: tl.tensor,
     scale: tl.tensor,
     USED: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SELECTION: tl.constexpr,
+    GROUPS: tl.constexpr,
+    USED_GROUPS: tl.constexpr,
 ) -> tl.tensor:
     """Return the shares of the USED best experts by logits `[R, X]`, and -1 for the others.
 
     Of equal ones the first are taken. NaN chooses experts as well, and shows in their shares.
+
+    Args:
+        selection, group: bias in the choice, and group, of each expert, `[1, X]`.
     """
-    weight = tl.exp(score - tl.max(score, axis=1)[:, None])
-    # floats from 0 on are in the order of their bits
-    order = tl.where(weight == weight, weight, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    order = order << 16 | 65535 - tl.arange(0, score.shape[1])[None, :]
-    order = tl.where(there, order, -1)
-    for _ in range(USED):
-        order = tl.where(order == tl.max(order, axis=1)[:, None], -1, order)
-    chosen = there & (order < 0)
-    whole = tl.sum(tl.where(chosen if NORMALIZED else there, weight, 0.0), axis=1)
-    return tl.where(chosen, weight * (scale / whole)[:, None], -1.0)
+    if SIGMOID:
+        weight = 1.0 / (1.0 + tl.exp(-score))
+    else:
+        weight = tl.exp(score - tl.max(score, axis=1)[:, None])
+        if SELECTION:  # which is added to what the softmax gives
+            weight /= tl.sum(weight, axis=1)[:, None]
+    rank = weight
+    if SELECTION:
+        rank += selection
+    rank = tl.where(rank == rank, rank, 0.0)
+    open = there
+    if GROUPS > 1:
+        open = in_best_groups(rank, group, there, SIGMOID, GROUPS, USED_GROUPS)
+    chosen = best(rank, tl.arange(0, score.shape[1])[None, :], open, USED)
+    if NORMALIZED or not SIGMOID:
+        whole = tl.sum(tl.where(chosen if NORMALIZED else there, weight, 0.0), axis=1)
+        scale /= whole[:, None]
+    return tl.where(chosen, weight * scale, -1.0)
 
 
 # one compilation for all numbers of rows
@@ -188,12 +265,20 @@ def route_kernel(
     slot_ptr: tl.tensor,
     source_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    selection_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
     rows: tl.tensor,
     experts: tl.tensor,
+    scores: tl.tensor,
     tiles: tl.tensor,
     scale: tl.tensor,
     USED: tl.constexpr,
     NORMALIZED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SELECTION: tl.constexpr,
+    SCALED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    USED_GROUPS: tl.constexpr,
     CHOOSE: tl.constexpr,
     PLACE: tl.constexpr,
     PADDED: tl.constexpr,
@@ -206,6 +291,8 @@ def route_kernel(
     """Choose the experts of ROWS rows, or give each of them a slot, or both; the grid counts rows.
 
     Args:
+        scores: number of logits of a row.
+        SCALED: whether shares have factors.
         CHOOSE, PLACE: what is done. A single program does both; of several, none can give a slot
             before all have chosen.
         PADDED: whether the slots of an expert begin with a tile.
@@ -219,8 +306,24 @@ def route_kernel(
     each = row * experts + expert[None, :]
     there = (row < rows) & (expert < experts)[None, :]
     if CHOOSE:
-        score = tl.load(score_ptr + each, mask=there, other=float("-inf"))
-        share = best_shares(score, there, scale, USED, NORMALIZED)
+        at = row * scores + expert[None, :]
+        score = tl.load(score_ptr + at, mask=there, other=float("-inf"))
+        selection = tl.zeros([1, EXPERTS], tl.float32)
+        if SELECTION:
+            selection += tl.load(selection_ptr + expert, mask=expert < experts, other=0.0)[None, :]
+        share = best_shares(
+            score,
+            there,
+            selection,
+            (expert // (experts // GROUPS))[None, :],
+            scale,
+            USED,
+            NORMALIZED,
+            SIGMOID,
+            SELECTION,
+            GROUPS,
+            USED_GROUPS,
+        )
     else:
         share = tl.load(chosen_ptr + each, mask=there, other=-1.0)
     chosen = there & (share != -1.0)  # NaN is a share as well
@@ -243,6 +346,8 @@ def route_kernel(
         slot = (first + before)[None, :] + tl.cumsum(one, axis=0) - one
         place = row * USED + tl.cumsum(one, axis=1) - one
         tl.store(slot_ptr + place, slot, mask=chosen)
+        if SCALED:
+            share *= tl.load(factor_ptr + expert, mask=expert < experts, other=0.0)[None, :]
         tl.store(share_ptr + place, share, mask=chosen)
         tl.store(source_ptr + slot, row + 0 * slot, mask=chosen)
         if tl.program_id(0) == 0:
@@ -262,6 +367,8 @@ def sum_kernel(
     out_ptr: tl.tensor,
     slot_ptr: tl.tensor,
     share_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    score_ptr: tl.tensor,
     y_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -270,7 +377,10 @@ def sum_kernel(
     shift_ptr: tl.tensor,
     squares_ptr: tl.tensor,
     width: tl.tensor,
+    scores: tl.tensor,
     USED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARE: tl.constexpr,
     ADD: tl.constexpr,
     CODED: tl.constexpr,
     NORM: tl.constexpr,
@@ -281,6 +391,8 @@ def sum_kernel(
     """Write, or add to y, GROUPS groups of what a row's slots give; the grid counts rows first.
 
     Args:
+        scores: number of logits of a row, the last one of the shared expert's share if SHARE.
+        SHARED: whether the output of a shared expert is added.
         CODED: whether y is written as codes for the next product as well; NORM, FINE: see
             `store_inputs`.
     """
@@ -298,6 +410,11 @@ def sum_kernel(
         slot = tl.load(slot_ptr + row * USED + used).to(tl.int64)
         out = tl.load(out_ptr + slot * width + k, mask=there[:, None], other=0.0)
         y += tl.load(share_ptr + row * USED + used) * out
+    if SHARED:
+        out = tl.load(shared_ptr + place, mask=there[:, None], other=0.0)
+        if SHARE:
+            out /= 1.0 + tl.exp(-tl.load(score_ptr + row * scores + scores - 1))
+        y += out
     tl.store(y_ptr + place, y, mask=there[:, None])
     if CODED:
         ptrs = codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr
@@ -318,19 +435,21 @@ def route(
         norm: weights `[E]` of an RMS norm of each row before the router.
     """
     routing, (rows, width) = router.sizes.routing, x.shape
-    few = rows <= FEW_ROWS
+    few, scores = rows <= FEW_ROWS, len(router.weight)
     # a row alone wants all processors, some rows share what they load
     shape = (1, 1, min(1024, aligned(width))) if few and not interpreted() else (16, 8, 64)
-    score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(routing.experts, shape[1]))](
+    score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(scores, shape[1]))](
         x,
         x if norm is None else norm,
         router.weight,
+        router.weight if router.bias is None else router.bias,
         buffers.scores,
         rows,
         width,
-        routing.experts,
+        scores,
         epsilon,
         NORM=norm is not None,
+        BIAS=router.bias is not None,
         ROWS=shape[0],
         EXPERTS=shape[1],
         BLOCK=shape[2],
@@ -348,12 +467,22 @@ def route(
             buffers.slot,
             buffers.source,
             table,
+            *(
+                buffers.scores if part is None else part
+                for part in (router.selection, router.factors)
+            ),
             rows,
             routing.experts,
+            scores,
             len(table),
             routing.scale,
             USED=routing.used,
             NORMALIZED=routing.normalized,
+            SIGMOID=routing.scores == "sigmoid",
+            SELECTION=router.selection is not None,
+            SCALED=router.factors is not None,
+            GROUPS=routing.groups,
+            USED_GROUPS=routing.used_groups,
             CHOOSE=choose,
             PLACE=place,
             PADDED=few,
@@ -374,11 +503,18 @@ def route(
 
 
 def add_up(
-    buffers: ExpertBuffers, sizes: ExpertSizes, y: torch.Tensor, *, add: bool, then: Next | None
+    buffers: ExpertBuffers,
+    router: DeviceRouter,
+    y: torch.Tensor,
+    *,
+    shared: torch.Tensor | None = None,
+    add: bool,
+    then: Next | None,
 ) -> None:
     """Write the sums of what the experts of rows give into `y` `[M, E]`, or add them to it.
 
     Args:
+        shared: what the shared expert gives, if there is one, `[M, E]`; it may be `y`.
         then: what takes `y` next, as codes.
     """
     rows, width = y.shape
@@ -389,6 +525,8 @@ def add_up(
         buffers.out,
         buffers.slot,
         buffers.share,
+        y if shared is None else shared,
+        buffers.scores,
         y,
         y if norm is None else norm,
         coded.codes,
@@ -397,7 +535,10 @@ def add_up(
         coded.shift,
         coded.squares,
         width,
-        USED=sizes.routing.used,
+        len(router.weight),
+        USED=router.sizes.routing.used,
+        SHARED=shared is not None,
+        SHARE=shared is not None and router.has_share,
         ADD=add,
         CODED=then is not None,
         NORM=norm is not None,

@@ -38,6 +38,11 @@ ROUTINGS = [
     Routing(experts=8, used=2, normalized=False),
     Routing(experts=20, used=5, scale=2.5),
     Routing(experts=5, used=5),
+    Routing(
+        experts=12, used=3, scores="sigmoid", selection_bias=True, groups=4, used_groups=2, bias=True
+    ),
+    Routing(experts=7, used=2, scores="sigmoid", normalized=False, scaled=True, scale=1.8),
+    Routing(experts=15, used=4, groups=3, used_groups=1, selection_bias=True, normalized=False),
 ]
 # Some in one tile, in several, and where a program has not all rows.
 COUNTS = [1, 3, 9, 31, 33, 70]
@@ -63,6 +68,9 @@ class Experts:
 
     sizes: gpu.ExpertSizes
     router: np.ndarray
+    bias: np.ndarray | None
+    selection: np.ndarray | None
+    factors: np.ndarray | None
     packed: tuple[PackedWeights, ...]
     floats: tuple[np.ndarray, ...]
     device: str
@@ -84,7 +92,9 @@ class Experts:
         sizes = gpu.ExpertSizes(routing, hidden, width)
         weights = [random_weight(kind, *shape, rng) for shape in shapes]
         floats = tuple(dequantize(weight) for weight in weights)
-        return cls(sizes, router, tuple(map(pack_weight, weights)), floats, device)
+        flags = routing.bias, routing.selection_bias, routing.scaled
+        vectors = [rng.standard_normal(count).astype("f4") if flag else None for flag in flags]
+        return cls(sizes, router, *vectors, tuple(map(pack_weight, weights)), floats, device)
 
     @property
     def routing(self) -> Routing:
@@ -93,11 +103,24 @@ class Experts:
     def route(
         self, x: np.ndarray, norm: np.ndarray | None = None
     ) -> tuple[Tiles, gpu.ExpertBuffers]:
-        router = gpu.DeviceRouter(torch.tensor(self.router, device=self.device), self.sizes)
         buffers = gpu.ExpertBuffers.empty([self.sizes], rows=len(x), device=self.device)
         weights = None if norm is None else torch.tensor(norm, device=self.device)
         rows = torch.tensor(x, device=self.device)
-        return gpu.route(rows, router, buffers, norm=weights, epsilon=EPSILON), buffers
+        return gpu.route(rows, self.on_device, buffers, norm=weights, epsilon=EPSILON), buffers
+
+    @property
+    def on_device(self) -> gpu.DeviceRouter:
+        vectors = self.router, self.bias, self.selection, self.factors
+        weight, *others = (
+            None if vector is None else torch.tensor(vector, device=self.device)
+            for vector in vectors
+        )
+        return gpu.DeviceRouter(weight, self.sizes, *others)
+
+    def shares(self, x: np.ndarray) -> np.ndarray:
+        """By the reference, 0 of experts that are not chosen."""
+        logits = x @ self.router.T.astype("f8") + (0 if self.bias is None else self.bias)
+        return reference.shares(logits, self.routing, self.selection, self.factors)
 
     def run(self, x: np.ndarray, *, add: bool = True) -> np.ndarray:
         """What the experts give, on rows of ones if it is added."""
@@ -120,13 +143,12 @@ class Experts:
         coded = buffers.inner if few else None
         linear(inner, down, out, buffers.rows, coded=coded, tiles=slots)
         y = torch.ones(x.shape, device=self.device)
-        gpu.add_up(buffers, self.sizes, y, add=add, then=None)
+        gpu.add_up(buffers, self.on_device, y, add=add, then=None)
         return y.cpu().numpy()
 
     def expected(self, x: np.ndarray) -> np.ndarray:
         """The same by the references."""
-        shares = reference.shares(x.astype("f8") @ self.router.T.astype("f8"), self.routing)
-        total = np.ones(x.shape)
+        shares, total = self.shares(x.astype("f8")), np.ones(x.shape)
         for expert in range(self.routing.experts):
             rows = np.flatnonzero(shares[:, expert] != 0)
             if len(rows):
@@ -156,7 +178,7 @@ def test_every_row_has_a_slot_in_each_of_its_experts(
     experts = Experts.random(routing, triton_device)
     tiles, buffers = experts.route(x, norm)
     normed = x / np.sqrt((x.astype("f8") ** 2).mean(-1, keepdims=True) + EPSILON) * norm
-    expected = reference.shares(normed @ experts.router.T.astype("f8"), routing)
+    expected = experts.shares(normed)
     share = buffers.share.cpu().numpy().reshape(count, routing.used)
     slot = buffers.slot.cpu().numpy().reshape(count, routing.used)
     source = buffers.source.cpu().numpy()
@@ -237,7 +259,7 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     assert np.isnan(found[7]).all()
 
 
-@pytest.mark.parametrize("name", model_shapes.PLAIN_EXPERTS)
+@pytest.mark.parametrize("name", model_shapes.EXPERTS)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_models_match_reference(triton_device: str, name: str) -> None:
     """One token, some, and one again; rounding may choose another expert, so by the median row."""
