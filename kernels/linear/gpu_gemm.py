@@ -34,7 +34,7 @@ def epilogue(
     UP_BIAS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tl.tensor:
-    """Compute cap(activation(y + bias) * factor(up + up_bias)), with the parts that the constants name.
+    """Compute cap(activation(y + bias) * factor(up + up_bias)), as far as the constants name it.
 
     Args:
         output: indices of the outputs y, of a shape that broadcasts to that of y.

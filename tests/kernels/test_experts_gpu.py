@@ -18,6 +18,7 @@ from gpu_steps import device_step, span, tables  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels.experts import Routing, gpu, reference  # noqa: E402
+from edgellm.kernels.gpu.elementwise import Activation  # noqa: E402
 from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
 from edgellm.kernels.linear.gpu import (  # noqa: E402
     FEW_ROWS,
@@ -29,7 +30,7 @@ from edgellm.kernels.linear.gpu import (  # noqa: E402
 )
 from edgellm.kernels.linear.reference import linear as rounded  # noqa: E402
 from edgellm.kernels.quantized import dequantize  # noqa: E402
-from edgellm.kernels.step.reference import activate  # noqa: E402
+from edgellm.kernels.step.reference import gated  # noqa: E402
 
 HIDDEN, WIDTH = 64, 32
 EPSILON = 1e-5
@@ -39,7 +40,13 @@ ROUTINGS = [
     Routing(experts=20, used=5, scale=2.5),
     Routing(experts=5, used=5),
     Routing(
-        experts=12, used=3, scores="sigmoid", selection_bias=True, groups=4, used_groups=2, bias=True
+        experts=12,
+        used=3,
+        scores="sigmoid",
+        selection_bias=True,
+        groups=4,
+        used_groups=2,
+        bias=True,
     ),
     Routing(experts=7, used=2, scores="sigmoid", normalized=False, scaled=True, scale=1.8),
     Routing(experts=15, used=4, groups=3, used_groups=1, selection_bias=True, normalized=False),
@@ -64,13 +71,19 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Experts:
-    """Random experts, dequantized ones beside them."""
+    """Random experts, dequantized ones beside them.
+
+    Those behind biased logits have biases and are clamped. Beside those chosen by sigmoids is a
+    shared one that gives its input, by a share unless theirs are normalized.
+    """
 
     sizes: gpu.ExpertSizes
     router: np.ndarray
     bias: np.ndarray | None
     selection: np.ndarray | None
     factors: np.ndarray | None
+    share: np.ndarray | None
+    biases: tuple[np.ndarray | None, ...]
     packed: tuple[PackedWeights, ...]
     floats: tuple[np.ndarray, ...]
     device: str
@@ -94,7 +107,14 @@ class Experts:
         floats = tuple(dequantize(weight) for weight in weights)
         flags = routing.bias, routing.selection_bias, routing.scaled
         vectors = [rng.standard_normal(count).astype("f4") if flag else None for flag in flags]
-        return cls(sizes, router, *vectors, tuple(map(pack_weight, weights)), floats, device)
+        shared = routing.scores == "sigmoid" and not routing.normalized
+        share = rng.standard_normal(hidden).astype("f4") / 4 if shared else None
+        biases = tuple(
+            5 * rng.standard_normal(rows).astype("f4") if routing.bias else None
+            for rows, _ in shapes
+        )
+        packed = tuple(map(pack_weight, weights))
+        return cls(sizes, router, *vectors, share, biases, packed, floats, device)
 
     @property
     def routing(self) -> Routing:
@@ -110,12 +130,13 @@ class Experts:
 
     @property
     def on_device(self) -> gpu.DeviceRouter:
-        vectors = self.router, self.bias, self.selection, self.factors
-        weight, *others = (
-            None if vector is None else torch.tensor(vector, device=self.device)
-            for vector in vectors
-        )
+        rows = [self.router] if self.share is None else [self.router, self.share[None]]
+        vectors = np.concatenate(rows), self.bias, self.selection, self.factors
+        weight, *others = map(self._tensor, vectors)
         return gpu.DeviceRouter(weight, self.sizes, *others)
+
+    def _tensor(self, array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.tensor(array, device=self.device)
 
     def shares(self, x: np.ndarray) -> np.ndarray:
         """By the reference, 0 of experts that are not chosen."""
@@ -126,6 +147,7 @@ class Experts:
         """What the experts give, on rows of ones if it is added."""
         tiles, buffers = self.route(x)
         gate, up, down = (DevicePackedWeights.of(packed, self.device) for packed in self.packed)
+        gate_bias, up_bias, down_bias = map(self._tensor, self.biases)
         rows = Rows.empty(*x.shape, self.device)
         inner, out = buffers.slots(self.sizes, len(x))
         few = len(x) <= FEW_ROWS
@@ -134,16 +156,19 @@ class Experts:
             gate,
             inner,
             rows,
-            activation="silu",
+            bias=gate_bias,
+            activation=self.activation,
             up=up,
+            up_bias=up_bias,
             then=Next(buffers.inner) if few else None,
             tiles=tiles,
         )
         slots = replace(tiles, source=None)
         coded = buffers.inner if few else None
-        linear(inner, down, out, buffers.rows, coded=coded, tiles=slots)
+        linear(inner, down, out, buffers.rows, bias=down_bias, coded=coded, tiles=slots)
         y = torch.ones(x.shape, device=self.device)
-        gpu.add_up(buffers, self.on_device, y, add=add, then=None)
+        shared = self._tensor(x) if self.routing.scores == "sigmoid" else None
+        gpu.add_up(buffers, self.on_device, y, shared=shared, add=add, then=None)
         return y.cpu().numpy()
 
     def expected(self, x: np.ndarray) -> np.ndarray:
@@ -154,14 +179,27 @@ class Experts:
             if len(rows):
                 few = len(x) <= FEW_ROWS
                 total[rows] += shares[rows, expert, None] * self._mlp(expert, x[rows], few)
+        if self.routing.scores == "sigmoid":
+            share = 1 if self.share is None else 1 / (1 + np.exp(-x @ self.share[:, None]))
+            total += share * x
         return total
+
+    @property
+    def activation(self) -> Activation:
+        return "clamped_swiglu" if self.routing.bias else "silu"
 
     def _mlp(self, expert: int, x: np.ndarray, few: bool) -> np.ndarray:
         """As of an expert alone: few rows are rounded, more are not."""
-        product = rounded if few else lambda x, weight: x.astype("f8") @ weight.T
-        gate, up, down = (np.split(of, self.routing.experts)[expert] for of in self.floats)
-        inner = activate(product(x, gate), "silu") * product(x, up)
-        return product(inner.astype("f4"), down)
+
+        def product(x: np.ndarray, number: int) -> np.ndarray:
+            parts = self.floats[number], self.biases[number]
+            weight, bias = (
+                0 if part is None else np.split(part, self.routing.experts)[expert]
+                for part in parts
+            )
+            return bias + (rounded(x, weight) if few else x.astype("f8") @ weight.T)
+
+        return product(gated(product(x, 0), product(x, 1), self.activation).astype("f4"), 2)
 
 
 def rows_of(count: int, width: int = HIDDEN) -> np.ndarray:
@@ -235,7 +273,7 @@ def test_blocked_kinds(triton_device: str, kind: str, count: int) -> None:
     np.testing.assert_allclose(found / size, expected / size, atol=5e-3)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS[1:3], ids=str)
+@pytest.mark.parametrize("routing", [*ROUTINGS[1:3], *ROUTINGS[4:]], ids=str)
 def test_a_row_does_not_depend_on_the_others(triton_device: str, routing: Routing) -> None:
     """Not even if they are not numbers."""
     experts, x = Experts.random(routing, triton_device), rows_of(8)
