@@ -316,10 +316,12 @@ class DeviceLayer:
             tiles: slots of experts, if it is all of them.
         """
         count, room = len(inputs), buffers.experts
-        if tiles is None or self.router is None or room is None:
+        if tiles is None:
             width, coded = mlp.up.outputs, buffers.inner
             inner = buffers.activated[: count * width].view(-1, width)
         else:
+            assert self.router is not None
+            assert room is not None
             inner, coded = room.slots(self.router.sizes, count)[0], room.inner
         gated = mlp.gate is not None
         few = count <= FEW_ROWS

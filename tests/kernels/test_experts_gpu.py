@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -297,16 +298,31 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     assert np.isnan(found[7]).all()
 
 
-@pytest.mark.parametrize("name", model_shapes.EXPERTS)
+# Triton does not compute the MLP of a layer beside experts.
+SHAPES = {name: shape for name, shape in model_shapes.EXPERTS.items() if not shape.parts.beside}
+
+
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_models_match_reference(triton_device: str, name: str) -> None:
     """One token, some, and one again; rounding may choose another expert, so by the median row."""
-    model = random_model.Model(model_shapes.EXPERTS[name])
-    step = device_step(model, "f32", triton_device)
-    results = []
-    for start, end in ((0, 1), (1, 9), (9, 10)):
-        results.append(step.run([span(tables(model), model.tokens, start, end)]))
-    expected = model.reference(10, "f32")
+    compare(SHAPES[name], (0, 1, 9, 10), triton_device)
+
+
+@pytest.mark.parametrize("name", ["biases, sinks and a clamp", "a shared expert by its share"])
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_prompts_match_reference(triton_device: str, name: str) -> None:
+    """More rows than are coded."""
+    compare(replace(SHAPES[name], layers=1), (0, FEW_ROWS + 1), triton_device)
+
+
+def compare(shape: model_shapes.Shape, ends: tuple[int, ...], device: str) -> None:
+    model = random_model.Model(shape)
+    step = device_step(model, "f32", device)
+    results = [
+        step.run([span(tables(model), model.tokens, *part)]) for part in itertools.pairwise(ends)
+    ]
+    expected = model.reference(ends[-1], "f32")
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
         of_rows = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
         assert np.median(of_rows) < 0.1
