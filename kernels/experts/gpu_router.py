@@ -1,4 +1,4 @@
-"""Choice of experts for rows, and of a slot for each row in its experts, in Triton; see `gpu.py`."""
+"""Choice of experts for rows, and of slots in them for each row, in Triton; see `gpu.py`."""
 
 from __future__ import annotations
 
