@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from edgellm.engine.call import Call
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import iterate
+from edgellm.engine.loop import iterate
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.results import Piece

@@ -32,8 +32,8 @@ from edgellm.engine.context import Context
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.engine import Engine
+from edgellm.engine.loop import iterate
 from edgellm.engine.memory import context_note
-from edgellm.engine.pending import iterate
 from edgellm.engine.relevance import (
     DEFAULT_INSTRUCTION,
     RERANK_METHODS,

@@ -16,8 +16,7 @@ from edgellm.graphs.architecture import family_of
 from edgellm.graphs.tensors import parameters, used_parameters
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import Bundle, open_bundle, read_manifest
-from edgellm.store.bundle_state import check_sizes
+from edgellm.store.bundle import Bundle, check_sizes, open_bundle, read_manifest
 from edgellm.store.home import (
     bundles_dir,
     delete_abandoned,

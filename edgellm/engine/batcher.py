@@ -14,9 +14,8 @@ from edgellm.backends.batch import Rows, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_policy import common_length
 from edgellm.engine.plan import Plan, Share
-from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.prefill_job import Layered
-from edgellm.engine.prompt_rows import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy, Serial, StallFree
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts
 from edgellm.engine.step_costs import StepCosts

@@ -13,7 +13,7 @@ from edgellm.backends.batch import Rows
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, finished
+from edgellm.engine.loop import WORKING, Pending, finished
 from edgellm.engine.request import Request
 from edgellm.generation_options import GenerationOptions
 from edgellm.options import Pooling

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from edgellm.backends.mtp import MtpModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.draft_policy import Purse
-from edgellm.engine.drafter import Evidence, Kind, StateDrafter
+from edgellm.engine.draft_policy import Evidence, Kind, Purse, StateDrafter
 from edgellm.kernels.sampling import Logits
 
 Floats = NDArray[np.float32]

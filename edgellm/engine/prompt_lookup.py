@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.engine.drafter import Evidence, Kind
+from edgellm.engine.draft_policy import Evidence, Kind
 
 # Numbers of last tokens that must have stood together before, the longest first. Chance finds some
 # places of three tokens in any text; where 16 stood before, a file is being copied.

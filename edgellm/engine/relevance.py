@@ -19,7 +19,7 @@ from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.embedding import embeddings
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, finished
+from edgellm.engine.loop import WORKING, Pending, finished
 from edgellm.engine.request import Request
 from edgellm.errors import UnsupportedModelError
 from edgellm.generation_options import GenerationOptions

@@ -18,12 +18,11 @@ from edgellm.backends.planner import PlannedChunk
 from edgellm.backends.providers import CUDA
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES, Policy, Step, Task, simulate
-from edgellm.backends.timing import Samples, best_seconds, in_turns, repeated
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
 from edgellm.engine.auto_prefill import AutoChoice, auto_choice
 from edgellm.engine.engine import Engine
-from edgellm.engine.measured import MeasuredPrompt
+from edgellm.engine.measured import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import CancelledError
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of

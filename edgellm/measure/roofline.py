@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from edgellm.backends.timing import best_seconds
 from edgellm.cache.groups import StateGroup, cache_groups
+from edgellm.engine.measured import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.layer_config import Attention

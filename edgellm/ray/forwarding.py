@@ -14,10 +14,9 @@ from starlette.routing import Mount
 
 from edgellm.ray.request_prefix import request_prefix
 from edgellm.serve.application import path_error
-from edgellm.serve.http.body import ClientGoneError, Receive, read_body
+from edgellm.serve.http.body import ClientGoneError, Receive, parse_fields, read_body
 from edgellm.serve.http.endpoint import CLIENT, Scope, while_connected
 from edgellm.serve.http.guard import Guard
-from edgellm.serve.http.json_body import parse_fields
 from edgellm.serve.http.streaming import Send
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError, request_error

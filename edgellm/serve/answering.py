@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from edgellm.engine.call import Call
 from edgellm.engine.embedding import embeddings
-from edgellm.engine.pending import aiterate
+from edgellm.engine.loop import aiterate
 from edgellm.engine.relevance import chosen_method, similarities, yes_no, yes_no_prompts
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
-    from edgellm.engine.pending import Pending
+    from edgellm.engine.loop import Pending
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool
@@ -258,7 +258,7 @@ class Answering:
     ) -> Pending[_Item]:
         """Encode the prompt of an ask, yield `Begun`, then the progress and pieces of its answers.
 
-        The parts of this work that take long run outside the event loop (see `pending.py`).
+        The parts of this work that take long run outside the event loop (see `aiterate`).
         """
         engine = llm.engine
         prompt = answerable_prompt(llm, model, ask)

@@ -17,8 +17,7 @@ from waiting import until
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine import auto_prefill, prompt_rows
 from edgellm.engine.context import Context
-from edgellm.engine.draft_policy import Choice, DraftPolicy
-from edgellm.engine.drafter import Evidence, Kind
+from edgellm.engine.draft_policy import Choice, DraftPolicy, Evidence, Kind
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import OwnerCounters

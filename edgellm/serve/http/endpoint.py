@@ -26,9 +26,8 @@ from edgellm.results import FinishReason, Piece, Stats
 from edgellm.serve.answering import Answering
 from edgellm.serve.ask import Ask
 from edgellm.serve.events import Begun, Client, Delta, End, Event
-from edgellm.serve.http.body import ClientGoneError, Receive, read_body
+from edgellm.serve.http.body import ClientGoneError, Receive, read_body, read_fields
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.json_body import read_fields
 from edgellm.serve.http.streaming import (
     JSON,
     KEEP_ALIVE,

@@ -10,7 +10,7 @@ import pytest
 
 from edgellm.ray.prefix_routing import PrefixRouting
 from edgellm.ray.request_prefix import request_prefix
-from edgellm.serve.http.json_body import parse_fields
+from edgellm.serve.http.body import parse_fields
 
 SYSTEM = "You answer in verse. " * 150
 TOOL = {
