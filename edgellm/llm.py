@@ -24,25 +24,24 @@ from edgellm.checks import (
 )
 from edgellm.engine.adapters import AdapterSource, adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
-from edgellm.engine.auto_decode import prepare_for
-from edgellm.engine.auto_prefill import faster_provider
+from edgellm.engine.auto_choice import faster_provider, prepare_for
 from edgellm.engine.call import ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.draft_opening import prepare_draft
-from edgellm.engine.embedding import embeddings
-from edgellm.engine.engine import Engine
-from edgellm.engine.loop import iterate
-from edgellm.engine.memory import context_note
-from edgellm.engine.relevance import (
+from edgellm.engine.embedding import (
     DEFAULT_INSTRUCTION,
     RERANK_METHODS,
     RerankMethod,
     chosen_method,
+    embeddings,
     similarities,
     yes_no,
     yes_no_prompts,
 )
+from edgellm.engine.engine import Engine
+from edgellm.engine.loop import iterate
+from edgellm.engine.memory import context_note
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span, logits_of
+from edgellm.backends.batch import Backend, Rows, Span, logits_of
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.forward import Model
 from edgellm.backends.placement import Placement

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends.batch import Backend, Rows, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_policy import common_length
 from edgellm.engine.plan import Plan, Share

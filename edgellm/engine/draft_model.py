@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.prefix_index import Root, common_prefix
 from edgellm.cache.sequence import Sequence

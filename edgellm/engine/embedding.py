@@ -1,10 +1,18 @@
-"""Embeddings of texts: hidden states of their tokens after the final norm, pooled."""
+"""Embeddings of texts, and relevance of documents to a query by them or by a reranker's yes and no.
+
+An embedding pools the hidden states of a text's tokens after the final norm.
+
+A generative reranker, as Qwen3-Reranker, is asked whether a document meets the requirements of a
+query; its relevance is the probability of "yes" beside that of "no" (Zhang et al.,
+arXiv:2506.05176).
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from contextlib import closing
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +23,10 @@ from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import WORKING, Pending, finished
 from edgellm.engine.request import Request
+from edgellm.errors import UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.options import Pooling
+from edgellm.text.prompt import Message, encode_conversation
 
 
 class EmbeddingRequest(Request):
@@ -77,7 +87,7 @@ class EmbeddingRequest(Request):
 
 def embeddings(
     engine: Engine,
-    prompts: SequenceOf[SequenceOf[int]],
+    prompts: Sequence[Sequence[int]],
     *,
     pooling: Pooling,
     salt: str = "",
@@ -112,3 +122,144 @@ def embeddings(
                 return
             else:
                 yield item.embedding
+
+
+RerankMethod = Literal["auto", "yes_no", "embeddings"]
+RERANK_METHODS: tuple[str, ...] = get_args(RerankMethod)
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+
+
+def chosen_method(engine: Engine, method: RerankMethod) -> Literal["yes_no", "embeddings"]:
+    """Return the method of a model: by default, yes and no for one named a reranker."""
+    if method == "auto":
+        return "yes_no" if "rerank" in engine.bundle.manifest.name.lower() else "embeddings"
+    return method
+
+
+class _YesNo:
+    """A logit filter that changes nothing, and keeps the scores of two tokens."""
+
+    def __init__(self, yes: int, no: int) -> None:
+        self._tokens = [yes, no]
+        self.relevance: float | None = None
+
+    def __call__(self, scores: NDArray[np.float32], tokens: Sequence[int], /) -> None:
+        yes, no = scores[self._tokens].astype(np.float64)
+        self.relevance = float(1 / (1 + np.exp(no - yes)))
+
+
+def yes_no_prompts(
+    engine: Engine, query: str, documents: Sequence[str], *, instruction: str
+) -> list[list[int]]:
+    """Return the prompt of each document.
+
+    Raises:
+        TemplateError: the model has no chat template.
+    """
+    # a template that can think is told not to, as in the training of Qwen3-Reranker
+    template = engine.template
+    thinks = template is not None and "enable_thinking" in template.arguments
+    arguments = {"enable_thinking": False} if thinks else {}
+    return [
+        encode_conversation(
+            [
+                Message("system", _SYSTEM),
+                Message(
+                    "user",
+                    f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+                ),
+            ],
+            template,
+            engine.tokenizer,
+            template_arguments=arguments,
+        )
+        for document in documents
+    ]
+
+
+def yes_no(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    salt: str = "",
+    owner: str = "",
+    adapter: str | None = None,
+    cancel: threading.Event | None = None,
+) -> Pending[float]:
+    """Yield the relevance of each prompt's document, from 0 to 1, in order.
+
+    Args:
+        salt: see `Context`.
+        owner, adapter: see `GenerationOptions`.
+        cancel: event after which no more come.
+
+    Raises:
+        UnsupportedModelError: the model has no tokens `yes` and `no`.
+        ContextOverflowError: see `Request.check`.
+    """
+    yield WORKING
+    yes, no = _answers(engine)
+    options = GenerationOptions(
+        max_tokens=1, temperature=0, owner=owner, adapter=adapter, speculate=False, seed=0
+    )
+    judges = [_YesNo(yes, no) for _ in prompts]
+    requests = []
+    for prompt, judge in zip(prompts, judges, strict=True):
+        call = Call(options=options, cancel=cancel, logit_filter=judge)
+        request = Request(Context(engine, prompt, salt=salt), call, closes=True)
+        request.check()
+        requests.append(request)
+    following = iter(judges)
+    with closing(finished(engine.loop, requests)) as pending:
+        for item in pending:
+            if not isinstance(item, Request):
+                yield item
+                continue
+            relevance = next(following).relevance
+            if relevance is None:  # cancelled
+                return
+            yield relevance
+
+
+def similarities(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pooling: Pooling,
+    salt: str = "",
+    owner: str = "",
+    adapter: str | None = None,
+    cancel: threading.Event | None = None,
+) -> Pending[float]:
+    """Yield the cosine similarity of the first prompt with each other one, in order.
+
+    Args:
+        salt, owner, adapter, cancel: see `yes_no`.
+    """
+    query: NDArray[np.float32] | None = None
+    vectors = embeddings(
+        engine, prompts, pooling=pooling, salt=salt, owner=owner, adapter=adapter, cancel=cancel
+    )
+    with closing(vectors) as pending:
+        for item in pending:
+            if not isinstance(item, np.ndarray):
+                yield item
+            elif query is None:
+                query = item
+            else:
+                yield float(query @ item)
+
+
+def _answers(engine: Engine) -> tuple[int, int]:
+    vocabulary = engine.tokenizer.vocabulary
+    try:
+        return vocabulary["yes"], vocabulary["no"]
+    except KeyError as error:
+        raise UnsupportedModelError(
+            f"{engine.bundle.manifest.name} has no token {error}, so it cannot say how relevant a "
+            "document is; take a reranker such as Qwen3-Reranker, or the method embeddings"
+        ) from None

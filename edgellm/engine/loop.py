@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Literal, TypeAlias, TypeVar
 
-from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Backend
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.batcher import Batcher

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows
+from edgellm.backends.batch import Backend, Rows
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.checks import check_number

@@ -24,9 +24,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from edgellm.engine.call import Call
-from edgellm.engine.embedding import embeddings
+from edgellm.engine.embedding import chosen_method, embeddings, similarities, yes_no, yes_no_prompts
 from edgellm.engine.loop import aiterate
-from edgellm.engine.relevance import chosen_method, similarities, yes_no, yes_no_prompts
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk, RerankAsk
@@ -42,9 +41,8 @@ from edgellm.serve.events import (
     Relevances,
 )
 from edgellm.serve.metrics import Metrics
-from edgellm.serve.queue_limits import Counted, QueueLimits
+from edgellm.serve.queue_limits import Counted, QueueLimits, TextWork
 from edgellm.serve.request_error import RequestError, request_error
-from edgellm.serve.text_work import TextWork
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ import pytest
 
 from edgellm.kernels.quantized import QuantizedWeight, dequantize
 from edgellm.quantize import int8
-from edgellm.quantize.int8 import quantize_channels, quantize_groups
+from edgellm.quantize.weights import quantize_channels, quantize_groups
 
 
 def test_channels_use_the_whole_range() -> None:

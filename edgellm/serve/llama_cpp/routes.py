@@ -15,9 +15,9 @@ from edgellm.serve.llama_cpp.answer import settings
 from edgellm.serve.llama_cpp.fields import INT32_MAX, hard, unsupported
 from edgellm.serve.llama_cpp.text import model_id
 from edgellm.serve.metrics import Histogram, Metrics
-from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.openai.embeddings import read_texts
 from edgellm.serve.request_error import Kind, RequestError
+from edgellm.serve.served import ModelCard, card_of
 
 _MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -17,7 +17,7 @@ from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import BodyReply, Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.model_pool import ModelPool
-from edgellm.serve.openai import chat, completions, embeddings, rerank, responses
+from edgellm.serve.openai import chat, completions, embeddings, responses
 from edgellm.serve.openai.chat import AskedChat, ChatIdentity, chat_object
 from edgellm.serve.openai.error import error_body, error_frames
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
@@ -239,7 +239,6 @@ OPENAI = Dialect(
         Route("/v1/fim/completions", {"POST": fim_completions}),
         Route("/fim/completions", {"POST": fim_completions}),
         *embeddings.ROUTES,
-        *rerank.ROUTES,
         Route("/v1/models", {"GET": list_models}),
         Route("/models", {"GET": list_models}),
         Route("/v1/models/{model:path}", {"GET": show_model}),

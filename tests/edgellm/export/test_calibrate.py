@@ -30,8 +30,8 @@ from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
-from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import random_rotation
+from edgellm.quantize.weights import quantize_channels
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MANIFEST
 

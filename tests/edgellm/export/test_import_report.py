@@ -87,7 +87,7 @@ def test_each_precision(bundle: Bundle) -> None:
 
 def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
     from edgellm.kernels.quantized import dequantize
-    from edgellm.quantize.int8 import quantize_groups
+    from edgellm.quantize.weights import quantize_groups
 
     checkpoint = open_checkpoint(Path(bundle.manifest.source))
     summary = imported(bundle.manifest, "packed")

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from edgellm.ray.forwarding import request_prefix
 from edgellm.ray.prefix_routing import PrefixRouting
-from edgellm.ray.request_prefix import request_prefix
 from edgellm.serve.http.body import parse_fields
 
 SYSTEM = "You answer in verse. " * 150
