@@ -24,7 +24,7 @@ from edgellm.checks import (
 )
 from edgellm.engine.adapters import AdapterSource, adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
-from edgellm.engine.auto_choice import faster_provider, prepare_for
+from edgellm.engine.auto_backend import faster_provider, prepare_for
 from edgellm.engine.call import ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context

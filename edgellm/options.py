@@ -83,7 +83,7 @@ class EngineOptions:
         prefill: back end of prefill: `native`, `triton`, an execution provider, or `auto`: that of
             decode where it is native or triton and no precision was asked for, else the CPU
             provider. When a model is loaded, an accelerator takes the place of native if it is
-            known to be faster (see `auto_choice.py`).
+            known to be faster (see `auto_backend.py`).
         kv_format: format of K and V in the KV cache.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;

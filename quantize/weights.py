@@ -87,7 +87,7 @@ def quantize_levels(weight: Floats, levels: Sequence[int]) -> QuantizedWeight:
             step = largest / np.float32(level)
             ratio = groups / np.where(step > 0, step, 1)[..., None]
             error = np.abs(ratio - np.rint(ratio)).max(axis=-1) * step
-            # of two levels that fit, the first one stays: a later one must more than halve the error
+            # of two that fit, the first one stays: a later one must more than halve the error
             better = error < least * np.float32(0.5)
             scale[better], least[better] = step[better], error[better]
         codes = _steps(groups, scale).clip(-127, 127) + _SYMMETRIC.zero

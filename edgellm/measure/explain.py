@@ -19,7 +19,7 @@ from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES, Policy, Step, Task, simulate
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
-from edgellm.engine.auto_choice import AutoChoice, auto_choice
+from edgellm.engine.auto_backend import AutoChoice, auto_choice
 from edgellm.engine.engine import Engine
 from edgellm.engine.measured import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
 from edgellm.engine.one_sequence import Hooks, compute_prompt

@@ -1,6 +1,10 @@
 """Forwarding of HTTP requests from the front, which reads them, to a replica's application.
 
-The beginning of a request's prompt chooses the replica.
+The beginnings of a request's prompt choose the replica. The front, without tokenizer and template,
+names them as blocks of the KV cache are (see `prefix_index.py`), but from the texts that a model
+reads, in the order in which most templates have them: system messages, tools, the rest. The layout
+of the JSON does not count, nor do other fields: all replicas have one model, whatever clients call
+it.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ class ForwardedRequest:
     Attributes:
         scope: ASGI scope, as far as it can be sent.
         body: body of the request.
-        prefix: names of the beginnings of the request's prompt (see `request_prefix.py`).
+        prefix: names of the beginnings of the request's prompt (see `request_prefixes`).
     """
 
     scope: dict[str, Any]

@@ -1,4 +1,8 @@
-"""Limits of the queue of asks, counters of each unfinished ask, and threads for texts."""
+"""Limits of the queue of asks, counters of each unfinished ask, and threads for texts.
+
+Work on texts that needs no answer, such as counting tokens, has a limit of its own, and threads of
+its own, so that those that encode prompts stay free.
+"""
 
 from __future__ import annotations
 

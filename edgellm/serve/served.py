@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.adapters import AdapterSource, adapter_bytes
-from edgellm.engine.auto_choice import prepare_for
+from edgellm.engine.auto_backend import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
 from edgellm.engine.engine import Engine
 from edgellm.engine.loaded_model import open_template

@@ -336,5 +336,5 @@ def play_provider(
     monkeypatch: pytest.MonkeyPatch, name: str, *, like: str, bundle: Bundle, options: EngineOptions
 ) -> None:
     """Have a provider been measured, and found as fast as another one that was."""
-    measured = dict(auto_choice._known(bundle, options))[like]
-    monkeypatch.setattr(auto_choice, "_known", lambda *_: [(name, measured)])
+    measured = dict(auto_backend._known(bundle, options))[like]
+    monkeypatch.setattr(auto_backend, "_known", lambda *_: [(name, measured)])

@@ -18,7 +18,7 @@ from edgellm import load
 from edgellm.backends import selection
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.selection import precisions_of, select
-from edgellm.engine.auto_choice import auto_choice
+from edgellm.engine.auto_backend import auto_choice
 from edgellm.errors import BundleError, OptionError, UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
