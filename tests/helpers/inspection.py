@@ -15,7 +15,7 @@ import pytest
 from waiting import until
 
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine import prompt_rows
+from edgellm.engine import auto_backend, prompt_rows
 from edgellm.engine.context import Context
 from edgellm.engine.draft_policy import Choice, DraftPolicy, Evidence, Kind
 from edgellm.engine.prompt_rows import SchedulingPolicy
