@@ -19,9 +19,12 @@ from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
 NO_DRAFT = "none"
+# Largest number of tokens of a draft.
+MOST_DRAFTED = 63
 __all__ = [
     "DECODE_BACKENDS",
     "KV_FORMATS",
+    "MOST_DRAFTED",
     "NO_DRAFT",
     "POLICIES",
     "POOLING",
@@ -180,7 +183,7 @@ class EngineOptions:
         check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
         if self.draft is not None:
             check_text("draft", self.draft)
-        check_number("draft_tokens", self.draft_tokens, 1, 63, whole=True)
+        check_number("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED, whole=True)
         check_number("draft_p_min", self.draft_p_min, 0, 1)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, POLICIES)

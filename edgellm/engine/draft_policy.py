@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.cache.sequence import Sequence as CachedSequence
+from edgellm.options import MOST_DRAFTED
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class StateDrafter(Drafter, Protocol):
 
 
 # Numbers of draft tokens to choose from: with the token sampled last, rows that kernels like.
-_LENGTHS = (1, 3, 7, 15, 31, 63)
+_LENGTHS = (1, 3, 7, 15, 31, MOST_DRAFTED)
 # Plain steps that a step of 2, 4, 8 .. rows takes as long as, until one was timed.
 _STEPS = (1.1, 1.25, 2.2, 3.6, 4.0, 7.5)
 # Tokens that the share of a kind counts as, before any of its drafts is known.

@@ -10,9 +10,9 @@ arXiv:2506.05176).
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,24 +106,42 @@ def embeddings(
         OptionError, ContextOverflowError: see `Request.check`.
     """
     yield WORKING
-    requests: list[EmbeddingRequest] = []
-    for prompt in prompts:
-        context = Context(engine, prompt, salt=salt)
-        request = EmbeddingRequest(
-            context, pooling=pooling, owner=owner, adapter=adapter, cancel=cancel
+    requests = [
+        EmbeddingRequest(
+            Context(engine, prompt, salt=salt),
+            pooling=pooling,
+            owner=owner,
+            adapter=adapter,
+            cancel=cancel,
         )
+        for prompt in prompts
+    ]
+    yield from _results(engine, requests, lambda request: request.embedding)
+
+
+def _results(
+    engine: Engine, requests: Sequence[RequestT], result: Callable[[RequestT], T | None]
+) -> Pending[T]:
+    """Compute requests, and yield the result of each in order, up to one that was cancelled.
+
+    Raises:
+        OptionError, ContextOverflowError: see `Request.check`.
+    """
+    for request in requests:
         request.check()
-        requests.append(request)
     with closing(finished(engine.loop, requests)) as pending:
         for item in pending:
-            if not isinstance(item, EmbeddingRequest):
+            if not isinstance(item, Request):
                 yield item
-            elif item.embedding is None:  # cancelled
+                continue
+            found = result(item)
+            if found is None:
                 return
-            else:
-                yield item.embedding
+            yield found
 
 
+T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=Request)
 RerankMethod = Literal["auto", "yes_no", "embeddings"]
 RERANK_METHODS: tuple[str, ...] = get_args(RerankMethod)
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -206,23 +224,12 @@ def yes_no(
     options = GenerationOptions(
         max_tokens=1, temperature=0, owner=owner, adapter=adapter, speculate=False, seed=0
     )
-    judges = [_YesNo(yes, no) for _ in prompts]
-    requests = []
-    for prompt, judge in zip(prompts, judges, strict=True):
+    judges: dict[Request, _YesNo] = {}
+    for prompt in prompts:
+        judge = _YesNo(yes, no)
         call = Call(options=options, cancel=cancel, logit_filter=judge)
-        request = Request(Context(engine, prompt, salt=salt), call, closes=True)
-        request.check()
-        requests.append(request)
-    following = iter(judges)
-    with closing(finished(engine.loop, requests)) as pending:
-        for item in pending:
-            if not isinstance(item, Request):
-                yield item
-                continue
-            relevance = next(following).relevance
-            if relevance is None:  # cancelled
-                return
-            yield relevance
+        judges[Request(Context(engine, prompt, salt=salt), call, closes=True)] = judge
+    yield from _results(engine, [*judges], lambda request: judges[request].relevance)
 
 
 def similarities(

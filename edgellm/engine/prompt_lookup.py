@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgellm.engine.draft_policy import Evidence, Kind
+from edgellm.options import MOST_DRAFTED
 
 # Numbers of last tokens that must have stood together before, the longest first. Chance finds some
 # places of three tokens in any text; where 16 stood before, a file is being copied.
@@ -19,7 +20,7 @@ _LONGEST_MATCH = 64
 # Tokens of a text that a step enters at most, beside new ones: 4 ms.
 _AT_ONCE = 2048
 # Share of draft tokens that are right after matches of 3, 4, 8, 16, and 32 tokens and more.
-_KINDS = tuple(Kind("lookup", share, most=63) for share in (0.4, 0.6, 0.8, 0.9, 0.95))
+_KINDS = tuple(Kind("lookup", share, most=MOST_DRAFTED) for share in (0.4, 0.6, 0.8, 0.9, 0.95))
 
 
 class PromptLookup:
@@ -129,7 +130,7 @@ class LookupDrafter:
 _GRAM = 12
 # 16 MiB: the token and the check of an entry have 4 bytes each.
 _SLOTS = 1 << 21
-_KIND = Kind("table", 0.7, most=63)
+_KIND = Kind("table", 0.7, most=MOST_DRAFTED)
 # Drafts in a row with a smaller share of right tokens than this, after which all is forgotten.
 _BAD, _RIGHT = 5, 0.25
 
