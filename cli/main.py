@@ -37,7 +37,7 @@ COMMANDS = {
     "quality": ("edgellm.cli.measuring", "Measure what rounding costs, against float32."),
     "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),
     "doctor": ("edgellm.cli.doctor", "Check that an accelerator computes what it should."),
-    "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),
+    "devices": ("edgellm.cli.doctor", "List execution providers: usable, or why not."),
 }
 
 # What other programs call a command.

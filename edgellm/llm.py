@@ -54,7 +54,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.results import RankedDocument, ranked
 from edgellm.session import Session
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import rounding_notes
+from edgellm.store.manifest import rounding_notes
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text.prompt import SYSTEM_ROLES, Message

@@ -24,8 +24,7 @@ from edgellm.store.home import (
     delete_folder,
     locked,
 )
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import MTP
+from edgellm.store.manifest import MTP, imported
 from edgellm.store.precision_support import remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import (

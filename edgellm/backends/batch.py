@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.placement import Placement
+from edgellm.backends.providers import Placement
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.lora import AdapterWeights

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from edgellm.backends.batch import Backend, Rows, Span, logits_of
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.forward import Model
-from edgellm.backends.placement import Placement
 from edgellm.backends.planner import Costs, PlannedChunk, plan_chunks, shares_of_chunks
+from edgellm.backends.providers import Placement
 from edgellm.backends.schedule import Policy
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence

@@ -24,6 +24,7 @@ from edgellm.kernels.experts import ExpertMemory, ExpertUse
 from edgellm.kernels.sampling import Logits
 from edgellm.machine import peak_memory_bytes
 from edgellm.results import FinishReason, Piece, Stats
+from edgellm.text.marker_reader import hold_back
 from edgellm.text.tokenizer import TextStream, Tokenizer
 
 
@@ -79,12 +80,7 @@ class StopText:
         """Return the length of the longest end of the held text that may begin a stop."""
         indent = self._indent and self._indent.search(self._held)
         at_line_start = len(self._held) - indent.start() if indent else 0
-        longest = max(map(len, self._stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return max(length, at_line_start)
-        return at_line_start
+        return max(hold_back(self._held, self._stops), at_line_start)
 
 
 class LogitFilter(Protocol):

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.placement import open_session
-from edgellm.backends.providers import CPU
+from edgellm.backends.providers import CPU, open_session
 from edgellm.backends.segments import read_shadows
 from edgellm.backends.softcap import softcapped
 from edgellm.errors import ExportError

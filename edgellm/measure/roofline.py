@@ -26,8 +26,7 @@ from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import PACKED
+from edgellm.store.manifest import PACKED, imported
 
 _REPEATS = 5
 _READ_BYTES = 256 << 20  # more than any cache holds

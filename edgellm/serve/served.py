@@ -29,8 +29,7 @@ from edgellm.llm import (
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import PACKED, Manifest
+from edgellm.store.manifest import PACKED, Manifest, imported
 from edgellm.store.prepare import prepared
 from edgellm.store.sources import check_name
 from edgellm.text.fim import Family, require_family

@@ -11,7 +11,7 @@ import numpy as np
 from inspection import set_costs, used_blocks
 
 from edgellm.backends.batch import Rows, Span, reserved
-from edgellm.backends.placement import Placement
+from edgellm.backends.providers import Placement
 from edgellm.cache.groups import DRAFT_STATES, Group, StateGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.adapters import Adapters

@@ -30,7 +30,7 @@ from edgellm.measure.roofline import work_of
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import check_manifest
-from edgellm.store.import_summary import imported
+from edgellm.store.manifest import imported
 from edgellm.store.precision_support import why_not
 
 ROUTING = Routing(experts=5, used=3)

@@ -17,8 +17,7 @@ from edgellm.export.weight_reader import ImportReport
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
 from edgellm.store.bundle import Bundle, open_bundle
-from edgellm.store.import_summary import ImportSummary, imported, rounding_notes
-from edgellm.store.manifest import MANIFEST
+from edgellm.store.manifest import MANIFEST, ImportSummary, imported, rounding_notes
 
 
 @pytest.fixture(scope="module")
