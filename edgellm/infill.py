@@ -28,6 +28,10 @@ _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "
     "quotation marks, nothing of what stands around it.\n\n{prefix}<gap/>{suffix}"
 )
+# Maximum of candidates: they are decoded and compared in pairs, which takes 12 ms for all.
+_MOST_CANDIDATES = 256
+# Tokens that go on with the text and are less probable than this are left out.
+_LEAST = 0.2
 
 
 def infill_tokens(
@@ -113,12 +117,6 @@ def _in_words(engine: Engine, gap: Gap) -> list[int]:
     files = "".join(f"{path}:\n{text}\n\n" for path, text in gap.extra)
     request = files + _REQUEST.format(prefix=gap.prefix, suffix=gap.suffix)
     return encode_conversation([Message("user", request)], engine.template, engine.tokenizer)
-
-
-# Maximum of candidates: they are decoded and compared in pairs, which takes 12 ms for all.
-_MOST_CANDIDATES = 256
-# Tokens that go on with the text and are less probable than this are left out.
-_LEAST = 0.2
 
 
 class InfillSampler:

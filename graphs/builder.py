@@ -20,6 +20,7 @@ OPSETS = {"": 23, "com.microsoft": 1}
 IR_VERSION = 11
 # Bytes of a cache line.
 _ALIGNMENT = 64
+Array = ir.TensorProtocol
 
 
 class WeightFile:
@@ -167,9 +168,6 @@ class GraphBuilder:
         copy = self.op("Identity", value)
         copy.name, copy.type = name, ir.TensorType(ir.DataType.FLOAT)
         return copy
-
-
-Array = ir.TensorProtocol
 
 
 class NormStyle(NamedTuple):

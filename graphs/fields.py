@@ -30,6 +30,14 @@ LARGEST = {
     "key": 1 << 12,
     "value": 1 << 12,
 }
+T = TypeVar("T")
+# Parts of the names of settings that may change the results of a model.
+_COMPUTES = (
+    "act", "alibi", "alpha", "beta", "bias", "bidirectional", "cap", "clamp", "clip", "conv",
+    "expert", "factor", "gate", "head", "layer_type", "logit", "lora", "mamba", "moe",
+    "multiplier", "nextn", "norm", "parallel", "pattern", "residual", "rope", "rotary", "scal",
+    "sink", "sliding", "window",
+)  # fmt: skip
 
 
 def check_sizes(config: object, largest: dict[str, int]) -> None:
@@ -52,16 +60,6 @@ def check_sizes(config: object, largest: dict[str, int]) -> None:
 def shown(value: int) -> str:
     """Return the digits of a number, or only its size in bits if it is 2^128 or more."""
     return str(value) if abs(value) < 1 << 128 else f"a number of {value.bit_length()} bits"
-
-
-T = TypeVar("T")
-# Parts of the names of settings that may change the results of a model.
-_COMPUTES = (
-    "act", "alibi", "alpha", "beta", "bias", "bidirectional", "cap", "clamp", "clip", "conv",
-    "expert", "factor", "gate", "head", "layer_type", "logit", "lora", "mamba", "moe",
-    "multiplier", "nextn", "norm", "parallel", "pattern", "residual", "rope", "rotary", "scal",
-    "sink", "sliding", "window",
-)  # fmt: skip
 
 
 class Fields:

@@ -12,6 +12,28 @@ from numpy.typing import NDArray
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.options import MOST_DRAFTED
 
+# Numbers of draft tokens to choose from: with the token sampled last, rows that kernels like.
+_LENGTHS = (1, 3, 7, 15, 31, MOST_DRAFTED)
+# Plain steps that a step of 2, 4, 8 .. rows takes as long as, until one was timed.
+_STEPS = (1.1, 1.25, 2.2, 3.6, 4.0, 7.5)
+# Tokens that the share of a kind counts as, before any of its drafts is known.
+_WORTH = 4.0
+# Weight of the old value in averages; what is known of kinds without a draft fades more slowly.
+_KEEP, _FADE = 0.8, 0.99
+# How many times as fast as plain steps a draft must promise to be.
+_GAIN = 1.05
+# Plain steps of an answer before drafts that take time to make, and drafts after which another
+# plain one shows whether it still takes as long.
+_PLAIN_FIRST, _PLAIN_EVERY = 4, 32
+# Plain steps that a purse holds at first and at most, and the part of each step that it earns.
+_FIRST, _MOST, _EARNED = 64.0, 512.0, 0.02
+# Tokens computed at once for each that is computed by itself in the same time, about.
+_AT_ONCE = 8.0
+# Times as long as expected that a step counts as at most: what stops a process is no draft's fault.
+_HICCUP = 4.0
+# Tokens that a drafter lacks after a step, at most, unless it has rested.
+_CAUGHT_UP = 8
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -82,29 +104,6 @@ class StateDrafter(Drafter, Protocol):
             tokens: tokens of the prompt, and sampled tokens, as far as they are known.
             sequence: the answer's tokens in the model's KV cache.
         """
-
-
-# Numbers of draft tokens to choose from: with the token sampled last, rows that kernels like.
-_LENGTHS = (1, 3, 7, 15, 31, MOST_DRAFTED)
-# Plain steps that a step of 2, 4, 8 .. rows takes as long as, until one was timed.
-_STEPS = (1.1, 1.25, 2.2, 3.6, 4.0, 7.5)
-# Tokens that the share of a kind counts as, before any of its drafts is known.
-_WORTH = 4.0
-# Weight of the old value in averages; what is known of kinds without a draft fades more slowly.
-_KEEP, _FADE = 0.8, 0.99
-# How many times as fast as plain steps a draft must promise to be.
-_GAIN = 1.05
-# Plain steps of an answer before drafts that take time to make, and drafts after which another
-# plain one shows whether it still takes as long.
-_PLAIN_FIRST, _PLAIN_EVERY = 4, 32
-# Plain steps that a purse holds at first and at most, and the part of each step that it earns.
-_FIRST, _MOST, _EARNED = 64.0, 512.0, 0.02
-# Tokens computed at once for each that is computed by itself in the same time, about.
-_AT_ONCE = 8.0
-# Times as long as expected that a step counts as at most: what stops a process is no draft's fault.
-_HICCUP = 4.0
-# Tokens that a drafter lacks after a step, at most, unless it has rested.
-_CAUGHT_UP = 8
 
 
 @dataclass(frozen=True)

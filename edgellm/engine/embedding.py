@@ -9,9 +9,9 @@ arXiv:2506.05176).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
@@ -28,6 +28,17 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.options import Pooling
 from edgellm.text.prompt import Message, encode_conversation
 
+_PLAIN = Call(options=GenerationOptions())
+T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=Request)
+RerankMethod = Literal["auto", "yes_no", "embeddings"]
+RERANK_METHODS: tuple[str, ...] = get_args(RerankMethod)
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+
 
 class EmbeddingRequest(Request):
     """A prompt that is computed for its hidden states alone, in the same steps as answers.
@@ -41,14 +52,10 @@ class EmbeddingRequest(Request):
         context: Context,
         *,
         pooling: Pooling,
-        owner: str = "",
-        adapter: str | None = None,
-        cancel: threading.Event | None = None,
+        call: Call = _PLAIN,
     ) -> None:
-        options = GenerationOptions(
-            max_tokens=0, owner=owner, adapter=adapter, speculate=False, seed=0
-        )
-        super().__init__(context, Call(options=options, cancel=cancel), closes=True)
+        options = replace(call.options, max_tokens=0, speculate=False, seed=0)
+        super().__init__(context, replace(call, options=options), closes=True)
         self.embedding: NDArray[np.float32] | None = None
         self._pooling = pooling
         self._sum: NDArray[np.float64] | None = None
@@ -90,30 +97,21 @@ def embeddings(
     prompts: Sequence[Sequence[int]],
     *,
     pooling: Pooling,
+    call: Call = _PLAIN,
     salt: str = "",
-    owner: str = "",
-    adapter: str | None = None,
-    cancel: threading.Event | None = None,
 ) -> Pending[NDArray[np.float32]]:
     """Embed prompts of token ids; yields an embedding `[E]` float32 for each, in their order.
 
     Args:
+        call: owner and adapter, and an event after which no more embeddings come.
         salt: see `Context`.
-        owner, adapter: see `GenerationOptions`.
-        cancel: event after which no more embeddings come.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
     """
     yield WORKING
     requests = [
-        EmbeddingRequest(
-            Context(engine, prompt, salt=salt),
-            pooling=pooling,
-            owner=owner,
-            adapter=adapter,
-            cancel=cancel,
-        )
+        EmbeddingRequest(Context(engine, prompt, salt=salt), call=call, pooling=pooling)
         for prompt in prompts
     ]
     yield from _results(engine, requests, lambda request: request.embedding)
@@ -138,17 +136,6 @@ def _results(
             if found is None:
                 return
             yield found
-
-
-T = TypeVar("T")
-RequestT = TypeVar("RequestT", bound=Request)
-RerankMethod = Literal["auto", "yes_no", "embeddings"]
-RERANK_METHODS: tuple[str, ...] = get_args(RerankMethod)
-DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-_SYSTEM = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
-)
 
 
 def chosen_method(engine: Engine, method: RerankMethod) -> Literal["yes_no", "embeddings"]:
@@ -203,17 +190,13 @@ def yes_no(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     *,
+    call: Call = _PLAIN,
     salt: str = "",
-    owner: str = "",
-    adapter: str | None = None,
-    cancel: threading.Event | None = None,
 ) -> Pending[float]:
     """Yield the relevance of each prompt's document, from 0 to 1, in order.
 
     Args:
-        salt: see `Context`.
-        owner, adapter: see `GenerationOptions`.
-        cancel: event after which no more come.
+        call, salt: see `embeddings`.
 
     Raises:
         UnsupportedModelError: the model has no tokens `yes` and `no`.
@@ -221,14 +204,12 @@ def yes_no(
     """
     yield WORKING
     yes, no = _answers(engine)
-    options = GenerationOptions(
-        max_tokens=1, temperature=0, owner=owner, adapter=adapter, speculate=False, seed=0
-    )
+    options = replace(call.options, max_tokens=1, temperature=0, speculate=False, seed=0)
     judges: dict[Request, _YesNo] = {}
     for prompt in prompts:
         judge = _YesNo(yes, no)
-        call = Call(options=options, cancel=cancel, logit_filter=judge)
-        judges[Request(Context(engine, prompt, salt=salt), call, closes=True)] = judge
+        judged = replace(call, options=options, logit_filter=judge)
+        judges[Request(Context(engine, prompt, salt=salt), judged, closes=True)] = judge
     yield from _results(engine, [*judges], lambda request: judges[request].relevance)
 
 
@@ -237,20 +218,16 @@ def similarities(
     prompts: Sequence[Sequence[int]],
     *,
     pooling: Pooling,
+    call: Call = _PLAIN,
     salt: str = "",
-    owner: str = "",
-    adapter: str | None = None,
-    cancel: threading.Event | None = None,
 ) -> Pending[float]:
     """Yield the cosine similarity of the first prompt with each other one, in order.
 
     Args:
-        salt, owner, adapter, cancel: see `yes_no`.
+        call, salt: see `embeddings`.
     """
     query: NDArray[np.float32] | None = None
-    vectors = embeddings(
-        engine, prompts, pooling=pooling, salt=salt, owner=owner, adapter=adapter, cancel=cancel
-    )
+    vectors = embeddings(engine, prompts, pooling=pooling, call=call, salt=salt)
     with closing(vectors) as pending:
         for item in pending:
             if not isinstance(item, np.ndarray):

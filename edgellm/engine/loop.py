@@ -26,6 +26,11 @@ from edgellm.engine.two_lanes import TwoLaneBatcher
 from edgellm.options import EngineOptions
 from edgellm.results import Piece
 
+T = TypeVar("T")
+RequestT = TypeVar("RequestT", bound=Request)
+# Prompts submitted to the loop at once by `finished`; other requests may come before the next ones.
+_WINDOW = 32
+
 
 @dataclass(frozen=True)
 class _Reader:
@@ -167,12 +172,6 @@ def _is_alive(thread: threading.Thread) -> bool:
 
 def _have_news(requests: Sequence[Request]) -> bool:
     return any(request.has_news for request in requests)
-
-
-T = TypeVar("T")
-RequestT = TypeVar("RequestT", bound=Request)
-# Prompts submitted to the loop at once by `finished`; other requests may come before the next ones.
-_WINDOW = 32
 
 
 @dataclass(frozen=True)

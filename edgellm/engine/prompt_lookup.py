@@ -21,6 +21,14 @@ _LONGEST_MATCH = 64
 _AT_ONCE = 2048
 # Share of draft tokens that are right after matches of 3, 4, 8, 16, and 32 tokens and more.
 _KINDS = tuple(Kind("lookup", share, most=MOST_DRAFTED) for share in (0.4, 0.6, 0.8, 0.9, 0.95))
+# Number of last tokens that name an entry. 16 find less of code that is written again, and of the
+# drafts of 8 fewer are right (117 of 293, of 12 92 of 145).
+_GRAM = 12
+# 16 MiB: the token and the check of an entry have 4 bytes each.
+_SLOTS = 1 << 21
+_KIND = Kind("table", 0.7, most=MOST_DRAFTED)
+# Drafts in a row with a smaller share of right tokens than this, after which all is forgotten.
+_BAD, _RIGHT = 5, 0.25
 
 
 class PromptLookup:
@@ -123,16 +131,6 @@ class LookupDrafter:
 
     def close(self) -> None:
         """See `Drafter`; its memory is the answer's own."""
-
-
-# Number of last tokens that name an entry. 16 find less of code that is written again, and of the
-# drafts of 8 fewer are right (117 of 293, of 12 92 of 145).
-_GRAM = 12
-# 16 MiB: the token and the check of an entry have 4 bytes each.
-_SLOTS = 1 << 21
-_KIND = Kind("table", 0.7, most=MOST_DRAFTED)
-# Drafts in a row with a smaller share of right tokens than this, after which all is forgotten.
-_BAD, _RIGHT = 5, 0.25
 
 
 class TokenTable:

@@ -17,6 +17,10 @@ from edgellm.engine.plan import Entry, Plan, RequestT, Share, Snapshot
 from edgellm.engine.step_costs import StepCosts, StepLoad, nearest_multiple
 from edgellm.errors import OptionError
 
+# Seconds of a step of a prompt that has the engine for itself, in time targets: a request that
+# arrives during the step waits for its end, and is to begin within two.
+_LONE_PROMPT = 1.5
+
 
 class Prompt(NamedTuple):
     """Properties of a prompt that decide its rank.
@@ -308,11 +312,6 @@ def _in_turns(
         served[entry.owner] = before + left
     heapq.heapify(line)
     return line
-
-
-# Seconds of a step of a prompt that has the engine for itself, in time targets: a request that
-# arrives during the step waits for its end, and is to begin within two.
-_LONE_PROMPT = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)

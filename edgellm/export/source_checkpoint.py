@@ -23,6 +23,9 @@ from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.sources import resolve
 
+# Path of an adapter, and a factor of its changes.
+Merge = tuple[Path, float]
+
 
 def open_source(bundle: Bundle, *, progress: ProgressCallback | None = None) -> Checkpoint:
     """Open the checkpoint that the bundle's manifest names, downloading it if need be and possible.
@@ -78,10 +81,6 @@ def digest_of(files: Sequence[Path]) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
-
-
-# Path of an adapter, and a factor of its changes.
-Merge = tuple[Path, float]
 
 
 class MergedCheckpoint:

@@ -64,6 +64,7 @@ _EXPERTS = 0.25
 _SAME = 1e-6
 # Largest limit for a prompt, which goes through all layers; garbage has an error of 1.4.
 _WRONG_PROMPT = 0.75
+__all__ = ["Check", "Examined", "examine"]
 
 
 def check_layers(
@@ -237,9 +238,6 @@ def _inner(gate: Floats | None, up: Floats, name: Activation) -> Floats:
 def _norm(x: Floats, weights: Weights, weight: Floats | None, bias: Floats | None) -> Floats:
     normed = norm(x.astype(np.float64), weight, bias, weights.epsilon)
     return normed.astype(np.float32)
-
-
-__all__ = ["Check", "Examined", "examine"]
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ _SCOPE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server"),
 )
+# Bytes of a piece: about as many tokens as a block of the KV cache has.
+_PIECE = 512
+# Maximum of bytes of one request that are named; text after them does not count.
+_MOST_BYTES = 256 * _PIECE
+_SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -152,13 +157,6 @@ async def answered(
     finally:
         work.cancel()
         await asyncio.wait([work])
-
-
-# Bytes of a piece: about as many tokens as a block of the KV cache has.
-_PIECE = 512
-# Maximum of bytes of one request that are named; text after them does not count.
-_MOST_BYTES = 256 * _PIECE
-_SYSTEM = ("system", "developer")
 
 
 def request_prefix(fields: Mapping[str, object], *, salt: str = "") -> list[bytes]:

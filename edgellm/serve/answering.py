@@ -289,27 +289,22 @@ class Answering:
             for prompt in ask.prompts
         ]
         yield [len(ids) for ids in tokens]
-        yield from embeddings(
-            engine,
-            tokens,
-            pooling=pooling,
-            salt=client.salt,
-            owner=client.owner,
-            adapter=self._adapter(ask),
-            cancel=self._stop,
-        )
+        call = self._call(ask, client)
+        yield from embeddings(engine, tokens, pooling=pooling, call=call, salt=client.salt)
+
+    def _call(self, ask: EmbeddingAsk | RerankAsk, client: Client) -> Call:
+        options = GenerationOptions(owner=client.owner, adapter=self._adapter(ask))
+        return Call(options=options, cancel=self._stop)
 
     def _relevance(self, llm: LLM, *, ask: RerankAsk, client: Client) -> Pending[list[int] | float]:
         """Yield the token count of each document in one list, then the relevances in order."""
         engine, pooling = llm.engine, self.options.pooling
-        salt, owner, adapter = client.salt, client.owner, self._adapter(ask)
+        call, salt = self._call(ask, client), client.salt
         if chosen_method(engine, ask.method) == "yes_no":
             check_size(engine, max(map(len, ask.documents)) + len(ask.query))
             prompts = yes_no_prompts(engine, ask.query, ask.documents, instruction=ask.instruction)
             counts = [len(prompt) for prompt in prompts]
-            pending = yes_no(
-                engine, prompts, salt=salt, owner=owner, adapter=adapter, cancel=self._stop
-            )
+            pending = yes_no(engine, prompts, call=call, salt=salt)
         else:
             prompts = [
                 embedding_prompt(engine, text, pooling=pooling, truncates=False)
@@ -317,15 +312,7 @@ class Answering:
             ]
             query, first, *rest = (len(prompt) for prompt in prompts)
             counts = [query + first, *rest]
-            pending = similarities(
-                engine,
-                prompts,
-                pooling=pooling,
-                salt=salt,
-                owner=owner,
-                adapter=adapter,
-                cancel=self._stop,
-            )
+            pending = similarities(engine, prompts, pooling=pooling, call=call, salt=salt)
         yield counts
         yield from pending
 

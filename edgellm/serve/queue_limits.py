@@ -23,6 +23,13 @@ from edgellm.serve.request_error import RequestError
 # Tokens of prefill per second, assumed until the first prompts are measured.
 _PROMPT_RATE = 200
 _LONGEST_RETRY_S = 60.0
+T = TypeVar("T")
+_THREADS = 2
+# Functions at work and waiting: as many as a user's editor asks for at once.
+_MOST = 16
+_RETRY_S = 1
+# A tokenizer takes a second for this many, and prompts of other requests wait for it.
+MOST_CHARACTERS = MOST_TOKENS = 1 << 20
 
 
 class QueueLimits:
@@ -143,15 +150,6 @@ class Counted:
         if self._runs:
             self._metrics.running -= 1
         self._waits = self._runs = False
-
-
-T = TypeVar("T")
-_THREADS = 2
-# Functions at work and waiting: as many as a user's editor asks for at once.
-_MOST = 16
-_RETRY_S = 1
-# A tokenizer takes a second for this many, and prompts of other requests wait for it.
-MOST_CHARACTERS = MOST_TOKENS = 1 << 20
 
 
 class TextWork:

@@ -37,6 +37,7 @@ from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
+_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,9 +155,6 @@ def _infill(bundle: Bundle, tokenizer: Tokenizer) -> Family | None:
         return require_family(tokenizer.vocabulary, tokenizer.fim, model=bundle.manifest.name)
     except UnsupportedModelError:
         return None
-
-
-_WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,18 @@ from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import GROUP, KINDS, Kind, QuantizedWeight, row_slices
 
+Floats = NDArray[np.float32]
+_EXPONENT_BIAS = 127
+_EXPONENT_OF_NAN = 255
+Bytes = NDArray[np.uint8]
+Halves = NDArray[np.float16]
+# Largest relative error of rounding to a half in its normal range.
+_HALF_ERROR = 2.0**-11
+_LARGEST_HALF = float(np.finfo(np.float16).max)
+# Bits of a code -> the kind that holds it: with one zero for all codes, and with offsets.
+_SYMMETRIC = {2: "int4_symmetric", 3: "int4_symmetric", 4: "int4_symmetric", 5: "int5_symmetric"}
+_AFFINE = {2: "int4_affine", 3: "int4_affine", 4: "int4_affine", 5: "int5_affine"}
+
 
 def read_choice(fields: Fields, key: str, allowed: Sequence[int], *, origin: str) -> int:
     """Read an integer that must be one of `allowed`.
@@ -58,12 +70,6 @@ def group_count(columns: int, group_size: int, *, module: str, origin: str) -> i
     return columns // size
 
 
-Floats = NDArray[np.float32]
-
-_EXPONENT_BIAS = 127
-_EXPONENT_OF_NAN = 255
-
-
 def read_scales(folder: SafetensorsFolder, key: str) -> Floats:
     """Read a tensor of scales as float32.
 
@@ -95,9 +101,6 @@ def _not_finite(folder: SafetensorsFolder, key: str) -> ModelFormatError:
     )
 
 
-Bytes = NDArray[np.uint8]
-
-
 def unpack(words: NDArray[Any], bits: int) -> Bytes:
     """Unpack rows of words `[R, W]` of 8 or 32 bits to codes `[R, W * (8 or 32) / bits]`.
 
@@ -120,16 +123,6 @@ def unpack(words: NDArray[Any], bits: int) -> Bytes:
 def unsigned(codes: NDArray[np.int8]) -> Bytes:
     """Convert codes -128 .. 127 to 0 .. 255, whose zero is 128."""
     return codes.view(np.uint8) ^ np.uint8(128)
-
-
-Halves = NDArray[np.float16]
-
-# Largest relative error of rounding to a half in its normal range.
-_HALF_ERROR = 2.0**-11
-_LARGEST_HALF = float(np.finfo(np.float16).max)
-# Bits of a code -> the kind that holds it: with one zero for all codes, and with offsets.
-_SYMMETRIC = {2: "int4_symmetric", 3: "int4_symmetric", 4: "int4_symmetric", 5: "int5_symmetric"}
-_AFFINE = {2: "int4_affine", 3: "int4_affine", 4: "int4_affine", 5: "int5_affine"}
 
 
 @dataclass(frozen=True, kw_only=True)

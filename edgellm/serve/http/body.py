@@ -14,6 +14,15 @@ from edgellm.serve.http.fields import Fields
 from edgellm.serve.request_error import RequestError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+MAX_DEPTH = 64
+# Limits of all values, and of lists and objects among them. `json.loads` blocks all other threads,
+# and with them the streams: for 0.08 s at these limits; 15 MB can hold enough values for 2 s.
+MAX_VALUES = (1 << 20) + (1 << 16)  # 1 Mi token ids, and the fields around them
+MAX_CONTAINERS = 1 << 17
+# Bytes; a smaller body is parsed in less than 3 ms.
+_LARGE = 1 << 18
+_PART = 1 << 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ClientGoneError(Exception):
@@ -49,17 +58,6 @@ async def read_body(receive: Receive, *, limit: int, timeout_s: float) -> bytes:
 
 def too_large(limit: int) -> RequestError:
     return RequestError("too_large", f"the body has more than {limit} bytes, which are allowed")
-
-
-MAX_DEPTH = 64
-# Limits of all values, and of lists and objects among them. `json.loads` blocks all other threads,
-# and with them the streams: for 0.08 s at these limits; 15 MB can hold enough values for 2 s.
-MAX_VALUES = (1 << 20) + (1 << 16)  # 1 Mi token ids, and the fields around them
-MAX_CONTAINERS = 1 << 17
-# Bytes; a smaller body is parsed in less than 3 ms.
-_LARGE = 1 << 18
-_PART = 1 << 20
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 async def read_fields(body: bytes) -> Fields:

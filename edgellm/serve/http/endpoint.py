@@ -200,7 +200,7 @@ class Call:
         options = self.answering.options
         return StreamReply(
             frames=frames,
-            error=self.dialect.error_frames,
+            error=self.dialect.frames,
             format=format,
             beat=beat,
             heartbeat_s=options.heartbeat_s,
@@ -225,7 +225,8 @@ class Dialect:
 
     Attributes:
         error_body: function that returns the body of an error.
-        error_frames: function that returns the frames of an error in mid-stream.
+        error_frames: function that returns the frames of an error in mid-stream, which clients
+            raise; None: one frame with the body.
         status: function that returns the HTTP status of an error.
         owns: whether errors at a path without a route are written in this dialect.
     """
@@ -233,7 +234,7 @@ class Dialect:
     name: str
     routes: Sequence[Route]
     error_body: Callable[[RequestError], JSON]
-    error_frames: Callable[[RequestError], list[Frame]]
+    error_frames: Callable[[RequestError], list[Frame]] | None = None
     status: Callable[[RequestError], int] = lambda error: error.status
     owns: Callable[[str], bool] = lambda _: False
 
@@ -241,6 +242,12 @@ class Dialect:
         """Return the reply for an error."""
         body = self.error_body(error)
         return json_reply(body, status=self.status(error), headers=error.headers)
+
+    def frames(self, error: RequestError) -> list[Frame]:
+        """Return the frames of an error in mid-stream."""
+        if self.error_frames is None:
+            return [Frame(self.error_body(error))]
+        return self.error_frames(error)
 
 
 class Endpoint:
