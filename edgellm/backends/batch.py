@@ -169,3 +169,11 @@ class Backend(Protocol):
 
     def logits(self, hidden: Floats) -> Floats:
         """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""
+
+
+def softcapped(logits: NDArray[np.float32], cap: float | None) -> NDArray[np.float32]:
+    """Return `cap * tanh(logits / cap)`, or the same array without a cap; see arXiv:2408.00118."""
+    if cap is None:
+        return logits
+    bounded: NDArray[np.float32] = np.float32(cap) * np.tanh(logits / np.float32(cap))
+    return bounded

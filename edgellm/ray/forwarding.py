@@ -84,11 +84,8 @@ class _Front:
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options = self._options
         try:
-            body = await read_body(
-                receive, limit=options.max_body_bytes, timeout_s=options.read_timeout_s
-            )
+            body = await read_body(receive, self._options)
         except ClientGoneError:
             return
         except RequestError as error:

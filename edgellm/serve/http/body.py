@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from typing import Any, NoReturn
 
 from edgellm.serve.http.fields import Fields
+from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -29,13 +30,15 @@ class ClientGoneError(Exception):
     """The client closed its connection."""
 
 
-async def read_body(receive: Receive, *, limit: int, timeout_s: float) -> bytes:
+async def read_body(receive: Receive, options: ServeOptions) -> bytes:
     """Read the body of a request.
 
     Raises:
-        RequestError: the body has more than `limit` bytes, or takes longer than `timeout_s`.
+        RequestError: the body has more than `max_body_bytes`, or takes longer than
+            `read_timeout_s`.
         ClientGoneError: the client disconnected before the end of the body.
     """
+    limit, timeout_s = options.max_body_bytes, options.read_timeout_s
     parts, size = [], 0
     try:
         async with asyncio.timeout(timeout_s):

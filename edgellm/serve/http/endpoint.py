@@ -259,11 +259,8 @@ class Endpoint:
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options = self._answering.options
         try:
-            body = await read_body(
-                receive, limit=options.max_body_bytes, timeout_s=options.read_timeout_s
-            )
+            body = await read_body(receive, self._answering.options)
         except ClientGoneError:
             return
         except RequestError as error:
