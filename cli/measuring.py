@@ -134,7 +134,14 @@ def _window_options(most: int | None) -> Callable[[Callable[..., Any]], Callable
 @load_options
 @_window_options(None)
 def perplexity(
-    *, name: str, file: Path, load_arguments: LoadArguments, as_json: bool, **windows: Any
+    *,
+    name: str,
+    file: Path,
+    load_arguments: LoadArguments,
+    window: int,
+    max_windows: int | None,
+    through: str,
+    as_json: bool,
 ) -> None:
     """Perplexity of the text in FILE (`-` is stdin).
 
@@ -144,7 +151,14 @@ def perplexity(
     text = read_text(file)
     llm = _loaded(name, load_arguments)
     with progress_bar() as progress:
-        result = measure_perplexity(llm.engine, text, **windows, progress=progress)
+        result = measure_perplexity(
+            llm.engine,
+            text,
+            window=window,
+            max_windows=max_windows,
+            through=through,
+            progress=progress,
+        )
     if as_json:
         click.echo(json.dumps(result.to_json()))
     else:
@@ -169,8 +183,10 @@ def quality(
     text: Path | None,
     file: Path | None,
     load_arguments: LoadArguments,
+    window: int,
+    max_windows: int,
+    through: str,
     as_json: bool,
-    **windows: Any,
 ) -> None:
     """Measure what rounding costs MODEL: its distance from float32 on the file's own weights.
 
@@ -193,7 +209,14 @@ def quality(
     content = None if path is None else read_text(path)
     llm = _loaded(name, load_arguments)
     with progress_bar() as progress:
-        result = measure_quality(llm.engine, content, **windows, progress=progress)
+        result = measure_quality(
+            llm.engine,
+            content,
+            window=window,
+            max_windows=max_windows,
+            through=through,
+            progress=progress,
+        )
     if as_json:
         click.echo(json.dumps(result.to_json()))
     else:
