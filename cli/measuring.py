@@ -21,7 +21,8 @@ from edgellm.cli.options import (
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
-from edgellm.measure import benchmark
+from edgellm.measure.benchmark import bench as measure_speed
+from edgellm.measure.benchmark import to_json, to_markdown
 from edgellm.measure.perplexity import PATHS
 from edgellm.measure.perplexity import perplexity as measure_perplexity
 from edgellm.measure.quality import QualityResult
@@ -81,7 +82,7 @@ def bench(
             end = test.done == test.total
             click.echo(f"\r{test.label}: {test.done}/{test.total}  ", err=True, nl=end)
 
-    results = benchmark.bench(
+    results = measure_speed(
         llm.engine,
         prompts=prompts,
         generations=generations,
@@ -90,8 +91,7 @@ def bench(
         adapter=adapter,
         progress=show,
     )
-    shown = benchmark.to_json if output == "json" else benchmark.to_markdown
-    click.echo(shown(results, llm.engine))
+    click.echo((to_json if output == "json" else to_markdown)(results, llm.engine))
 
 
 def _window_options(most: int | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
