@@ -99,7 +99,7 @@ def quantize_levels(weight: Floats, levels: Sequence[int]) -> QuantizedWeight:
 def _in_groups(
     weight: Floats, kind: Kind, quantized: Callable[[Floats], _Quantized]
 ) -> QuantizedWeight:
-    """Quantize a weight some rows at a time, which bounds the memory."""
+    """Quantize a weight some rows at a time, so that an interrupt can come between."""
     parts = []
     for rows in row_slices(*weight.shape):
         part = weight[rows]
