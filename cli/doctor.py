@@ -1,4 +1,4 @@
-"""`edgellm doctor`: checks of a model's prefill and decode against float32."""
+"""`edgellm doctor` and `devices`: checks of a model against float32, and what this machine has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from edgellm import LLM, LoadArguments, load
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
+from edgellm.devices import devices as usable_devices
 from edgellm.devices import native_isa
 from edgellm.measure.benchmark import environment
 from edgellm.measure.doctor import Check, Examined, examine
@@ -123,3 +124,22 @@ def _parts(checks: Sequence[Check]) -> str:
     counts = {kind: sum(n.startswith(f"{kind} ") for n in names) for kind in ("segment", "prompt")}
     many = [f"{count} {kind}s" for kind, count in counts.items() if count]
     return ", ".join([*many, *(n for n in names if n.split()[0] not in counts)])
+
+
+@click.command()
+def devices() -> None:
+    """List every execution provider: usable, or why not."""
+    machine = usable_devices()
+    for status in machine.providers:
+        if status.usable:
+            click.echo(f"{status.name:12} usable      {status.device}".rstrip())
+        else:
+            click.echo(f"{status.name:12} not usable  {status.reason}")
+    click.echo(f"triton kernels: {machine.gpu_reason or machine.gpu}")
+    native = machine.native or "not built (no compiler at installation); numpy serves"
+    click.echo(f"native kernels: {native}")
+    click.echo(
+        "int8 graphs on the CPU: exact"
+        if machine.exact_int8
+        else "int8 graphs on the CPU: their products saturate here, so --prefill cpu is float32"
+    )

@@ -32,12 +32,12 @@ COMMANDS = {
     "show": ("edgellm.cli.models", "Show what a model is and what it needs."),
     "rm": ("edgellm.cli.models", "Delete an exported model and its download."),
     "cache": ("edgellm.cli.cache", "Keep system prompts and documents, computed."),
-    "bench": ("edgellm.cli.bench", "Measure prefill and decode speed."),
-    "perplexity": ("edgellm.cli.perplexity", "Measure the perplexity of a text."),
-    "quality": ("edgellm.cli.quality", "Measure what rounding costs, against float32."),
+    "bench": ("edgellm.cli.measuring", "Measure prefill and decode speed."),
+    "perplexity": ("edgellm.cli.measuring", "Measure the perplexity of a text."),
+    "quality": ("edgellm.cli.measuring", "Measure what rounding costs, against float32."),
     "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),
     "doctor": ("edgellm.cli.doctor", "Check that an accelerator computes what it should."),
-    "devices": ("edgellm.cli.devices", "List execution providers: usable, or why not."),
+    "devices": ("edgellm.cli.doctor", "List execution providers: usable, or why not."),
 }
 
 # What other programs call a command.

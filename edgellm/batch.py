@@ -11,7 +11,7 @@ from edgellm.engine.answer import LogitFilter
 from edgellm.engine.call import Call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.loop import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.errors import EdgeLLMError, OptionError

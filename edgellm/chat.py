@@ -22,7 +22,7 @@ from edgellm.engine.chat_prompt import (
     split_arguments,
 )
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending, aiterate, iterate
+from edgellm.engine.loop import Pending, aiterate, iterate
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,

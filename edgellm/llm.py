@@ -24,25 +24,24 @@ from edgellm.checks import (
 )
 from edgellm.engine.adapters import AdapterSource, adapter_bytes, for_adapters
 from edgellm.engine.answer import LogitFilter
-from edgellm.engine.auto_decode import prepare_for
-from edgellm.engine.auto_prefill import faster_provider
-from edgellm.engine.call import ChatArguments
+from edgellm.engine.auto_backend import faster_provider, prepare_for
+from edgellm.engine.call import Call, ChatArguments
 from edgellm.engine.chat_prompt import ToolOptions, split_arguments
 from edgellm.engine.context import Context
 from edgellm.engine.draft_opening import prepare_draft
-from edgellm.engine.embedding import embeddings
-from edgellm.engine.engine import Engine
-from edgellm.engine.memory import context_note
-from edgellm.engine.pending import iterate
-from edgellm.engine.relevance import (
+from edgellm.engine.embedding import (
     DEFAULT_INSTRUCTION,
     RERANK_METHODS,
     RerankMethod,
     chosen_method,
+    embeddings,
     similarities,
     yes_no,
     yes_no_prompts,
 )
+from edgellm.engine.engine import Engine
+from edgellm.engine.loop import iterate
+from edgellm.engine.memory import context_note
 from edgellm.errors import OptionError
 from edgellm.generation_options import (
     GenerationArguments,
@@ -55,7 +54,7 @@ from edgellm.progress import ProgressCallback
 from edgellm.results import RankedDocument, ranked
 from edgellm.session import Session
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import rounding_notes
+from edgellm.store.manifest import rounding_notes
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text.prompt import SYSTEM_ROLES, Message
@@ -436,7 +435,8 @@ class LLM(TextGeneration):
         given = [texts] if isinstance(texts, str) else texts
         check_texts("texts", given)
         prompts = [self.engine.tokenizer.encode(text) for text in given]
-        pending = embeddings(self.engine, prompts, pooling=pooling, adapter=adapter)
+        call = Call(options=GenerationOptions(adapter=adapter))
+        pending = embeddings(self.engine, prompts, pooling=pooling, call=call)
         rows = [*iterate(self.engine.loop, pending)]
         return rows[0] if single else np.stack(rows)
 
@@ -475,13 +475,13 @@ class LLM(TextGeneration):
         check_choice("pooling", pooling, POOLING)
         if top_n is not None:
             check_number("top_n", top_n, 1, whole=True)
-        engine = self.engine
+        engine, call = self.engine, Call(options=GenerationOptions(adapter=adapter))
         if chosen_method(engine, method) == "yes_no":
             prompts = yes_no_prompts(engine, query, documents, instruction=instruction)
-            pending = yes_no(engine, prompts, adapter=adapter)
+            pending = yes_no(engine, prompts, call=call)
         else:
             encoded = [engine.tokenizer.encode(text) for text in (query, *documents)]
-            pending = similarities(engine, encoded, pooling=pooling, adapter=adapter)
+            pending = similarities(engine, encoded, pooling=pooling, call=call)
         return ranked([*iterate(engine.loop, pending)], top_n)
 
     def __repr__(self) -> str:

@@ -118,17 +118,17 @@ class _FirstUse:
         print(f"edgellm: {self._name}: {text}, once", file=sys.stderr)
 
 
-class EdgeModel(llm.Model):
-    """A model of edgellm as a model of `llm`."""
-
-    can_stream = True
-    supports_schema = True
-    supports_tools = True
+class _Model:
+    can_stream = supports_schema = supports_tools = True
     Options = EdgeOptions
 
     def __init__(self, model_id: str, loaded: _Loaded) -> None:
         self.model_id = model_id
         self._loaded = loaded
+
+
+class EdgeModel(_Model, llm.Model):
+    """A model of edgellm as a model of `llm`."""
 
     def execute(
         self,
@@ -143,17 +143,8 @@ class EdgeModel(llm.Model):
                 yield from answer.events(piece)
 
 
-class AsyncEdgeModel(llm.AsyncModel):
+class AsyncEdgeModel(_Model, llm.AsyncModel):
     """A model of edgellm as a model of `llm` for asyncio."""
-
-    can_stream = True
-    supports_schema = True
-    supports_tools = True
-    Options = EdgeOptions
-
-    def __init__(self, model_id: str, loaded: _Loaded) -> None:
-        self.model_id = model_id
-        self._loaded = loaded
 
     async def execute(
         self,

@@ -16,8 +16,7 @@ from edgellm.graphs.architecture import family_of
 from edgellm.graphs.tensors import parameters, used_parameters
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import Bundle, open_bundle, read_manifest
-from edgellm.store.bundle_state import check_sizes
+from edgellm.store.bundle import Bundle, check_sizes, open_bundle, read_manifest
 from edgellm.store.home import (
     bundles_dir,
     delete_abandoned,
@@ -25,8 +24,7 @@ from edgellm.store.home import (
     delete_folder,
     locked,
 )
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import MTP
+from edgellm.store.manifest import MTP, imported
 from edgellm.store.precision_support import remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import (

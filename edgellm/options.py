@@ -19,9 +19,12 @@ from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
 NO_DRAFT = "none"
+# Largest number of tokens of a draft.
+MOST_DRAFTED = 63
 __all__ = [
     "DECODE_BACKENDS",
     "KV_FORMATS",
+    "MOST_DRAFTED",
     "NO_DRAFT",
     "POLICIES",
     "POOLING",
@@ -83,7 +86,7 @@ class EngineOptions:
         prefill: back end of prefill: `native`, `triton`, an execution provider, or `auto`: that of
             decode where it is native or triton and no precision was asked for, else the CPU
             provider. When a model is loaded, an accelerator takes the place of native if it is
-            known to be faster (see `auto_prefill.py`).
+            known to be faster (see `auto_backend.py`).
         kv_format: format of K and V in the KV cache.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
@@ -180,7 +183,7 @@ class EngineOptions:
         check_number("kv_cache_bytes", self.kv_cache_bytes, 1 << 20, whole=True)
         if self.draft is not None:
             check_text("draft", self.draft)
-        check_number("draft_tokens", self.draft_tokens, 1, 63, whole=True)
+        check_number("draft_tokens", self.draft_tokens, 1, MOST_DRAFTED, whole=True)
         check_number("draft_p_min", self.draft_p_min, 0, 1)
         if self.schedule is not None:
             check_choice("schedule", self.schedule, POLICIES)

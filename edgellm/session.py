@@ -13,7 +13,7 @@ from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending, aiterate, iterate, pieces
+from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
 from edgellm.results import Completion, Piece, Stats, completion
 

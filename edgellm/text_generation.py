@@ -11,7 +11,7 @@ from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import Pending, aiterate, iterate
+from edgellm.engine.loop import Pending, aiterate, iterate
 from edgellm.infill import stream_infill
 from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion

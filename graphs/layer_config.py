@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.size_limits import LARGEST, check_sizes
+from edgellm.graphs.fields import LARGEST, check_sizes
 from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import LANE_BLOCK

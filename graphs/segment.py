@@ -10,12 +10,11 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.graphs import contract
-from edgellm.graphs.builder import GraphBuilder
+from edgellm.graphs.builder import Array, GraphBuilder, Norm, NormStyle
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Grid, Half
 from edgellm.graphs.layer_config import Activation
 from edgellm.graphs.linear import BlockRotatedLinear, Linear
-from edgellm.graphs.norm import Array, Norm, NormStyle
 
 # tanh(y) is 2 sigmoid(2y) - 1, so GELU's approximation (arXiv:1606.08415) is
 # x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).

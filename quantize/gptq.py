@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.quantize.int8 import channel_scale
+from edgellm.quantize.weights import channel_scale
 
 # Columns of a block: errors move one by one within a block, and together onto columns behind it.
 _BLOCK = 64

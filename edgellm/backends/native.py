@@ -14,10 +14,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
+from edgellm.backends.batch import Rows, Span, cut, reserved, softcapped, step_span
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.parts import Parts
-from edgellm.backends.softcap import softcapped
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig

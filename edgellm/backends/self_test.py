@@ -14,8 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.backends.forward import Model
 from edgellm.backends.segments import Segments
 from edgellm.cache.kv_cache import KVCache

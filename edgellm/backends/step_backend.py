@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows, Span
-from edgellm.backends.placement import Placement
+from edgellm.backends.providers import Placement
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence

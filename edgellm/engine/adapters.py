@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.backends.backend import Backend
+from edgellm.backends.batch import Backend
 from edgellm.backends.registry import AUTO, NATIVE
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError

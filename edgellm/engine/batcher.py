@@ -9,14 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends.batch import Backend, Rows, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_policy import common_length
 from edgellm.engine.plan import Plan, Share
-from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.prefill_job import Layered
-from edgellm.engine.prompt_rows import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy, Serial, StallFree
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts
 from edgellm.engine.step_costs import StepCosts

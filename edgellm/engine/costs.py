@@ -9,16 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.backends.forward import Model
 from edgellm.backends.planner import Costs
 from edgellm.backends.providers import version
 from edgellm.backends.registry import NATIVE
-from edgellm.backends.timing import Samples, in_turns
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine.measured import Measured, MeasuredPrompt, from_json, to_json
+from edgellm.engine.measured import Measured, MeasuredPrompt, Samples, from_json, in_turns, to_json
 from edgellm.errors import CancelledError
 from edgellm.machine import cpu_name
 from edgellm.store.bundle import COSTS

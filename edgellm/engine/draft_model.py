@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.prefix_index import Root, common_prefix
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.draft_policy import Purse
-from edgellm.engine.drafter import Evidence, Kind
+from edgellm.engine.draft_policy import Evidence, Kind, Purse
 
 # Tokens that it catches up with in one step at most, so that a stream has no long gap.
 _ROWS = 64

@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.backends import thread_pool
-from edgellm.backends.backend import Backend
-from edgellm.backends.chunked_backend import ChunkedBackend
+from edgellm.backends.batch import Backend
+from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
 from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.opening import OpenModels, open_models
 from edgellm.backends.parts import Parts
 from edgellm.backends.registry import CHUNKED, NATIVE
 from edgellm.backends.selection import Selection, select
 from edgellm.backends.step_backend import StepBackend
-from edgellm.backends.token_backend import TokenBackend
 from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
@@ -27,8 +26,8 @@ from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.mtp import MtpHead
+from edgellm.engine.prompt_lookup import TokenTable
 from edgellm.engine.thread import EngineThread
-from edgellm.engine.token_table import TokenTable
 from edgellm.errors import TemplateError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.experts import ExpertMemory

@@ -19,8 +19,7 @@ from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.linear import PANEL
 from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import MTP, PACKED
+from edgellm.store.manifest import MTP, PACKED, imported
 
 # A process with all libraries imported and no model: 110 MB on Linux with Python 3.11.
 _BASE_BYTES = 110 << 20

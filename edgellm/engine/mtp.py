@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from edgellm.backends.mtp import MtpModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.draft_policy import Purse
-from edgellm.engine.drafter import Evidence, Kind, StateDrafter
+from edgellm.engine.draft_policy import Evidence, Kind, Purse, StateDrafter
 from edgellm.kernels.sampling import Logits
+from edgellm.options import MOST_DRAFTED
 
 Floats = NDArray[np.float32]
 
@@ -24,7 +24,7 @@ _ROWS = 256
 # they have 2,560 numbers. Of a longer prompt it knows the end alone.
 _MOST_WAITING = 4096
 # Last hidden states that an assistant keeps: the longest draft of any drafter may be wrong.
-_KEPT = 64
+_KEPT = MOST_DRAFTED + 1
 # Share of its tokens that are right, until some are known, and the weight of those before.
 _SHARE, _KEEP = 0.7, 0.95
 
@@ -92,9 +92,15 @@ class MtpHead:
             return AssistantDrafter(self)
         return MtpDrafter(self, self.cache, salt=salt)
 
-    def guess(self, sequence: Sequence, hidden: Floats, logits: Logits, count: int) -> list[int]:
-        """Guess at most `count` tokens behind a row, by its logits and its hidden state."""
-        draft = list[int]()
+    def guess(
+        self, sequence: Sequence, hidden: Floats, logits: Logits, *, count: int, known: int
+    ) -> list[int]:
+        """Guess at most `count` tokens behind a row, by its logits and its hidden state.
+
+        Args:
+            known: number of tokens before them, of which the context has room for more.
+        """
+        draft, count = list[int](), min(count, self.ctx_size - known)
         while len(draft) < count:
             ((token, logprob),) = logits.best(1).items()
             if math.exp(logprob) < self.p_min:
@@ -143,8 +149,7 @@ class AssistantDrafter:
         if sequence is None or self.evidence(tokens) is None:
             return []
         hidden, logits = self._head.model.run(sequence, tokens[-1:], self._hidden[-1:])
-        room = min(count, self._head.ctx_size - len(tokens))
-        return self._head.guess(sequence, hidden, logits, room)
+        return self._head.guess(sequence, hidden, logits, count=count, known=len(tokens))
 
     def close(self) -> None:
         """Forget what it has of an answer."""
@@ -228,8 +233,7 @@ class MtpDrafter:
         own = len(sequence)
         if sequence.shareable is None:  # rows of a draft are for no other answer; truncated below
             sequence.shareable = own
-        room = min(count, self._head.ctx_size - len(tokens))
-        draft = self._head.guess(sequence, hidden, logits, room)
+        draft = self._head.guess(sequence, hidden, logits, count=count, known=len(tokens))
         sequence.truncate(own)
         return draft
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, OptionError

@@ -13,8 +13,7 @@ from edgellm.backends.batch import Span
 from edgellm.cache.sequence import Growth, Sequence
 from edgellm.checks import check_number
 from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
-from edgellm.engine.policies import StallFree
-from edgellm.engine.prompt_rows import Parking, PromptRows, StepBudget
+from edgellm.engine.prompt_rows import Parking, PromptRows, StallFree, StepBudget
 from edgellm.engine.step_costs import StepLoad
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.step import LayerGroup

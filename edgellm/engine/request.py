@@ -11,8 +11,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends.batch import Backend, Rows, Span
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.answer import Answer, AnswerStats
 from edgellm.engine.call import Call

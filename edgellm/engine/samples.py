@@ -11,7 +11,7 @@ from itertools import chain, repeat
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context, forgotten
 from edgellm.engine.engine import Engine
-from edgellm.engine.pending import WORKING, Pending, Waiting
+from edgellm.engine.loop import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
 from edgellm.progress import Progress
 from edgellm.results import Piece

@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine.draft_policy import Choice, DraftPolicy
-from edgellm.engine.drafter import Drafter, Evidence, StateDrafter
+from edgellm.engine.draft_policy import Choice, Drafter, DraftPolicy, Evidence, StateDrafter
 from edgellm.engine.loaded_model import LoadedModel
-from edgellm.engine.prompt_lookup import LookupDrafter
-from edgellm.engine.token_table import TableDrafter
+from edgellm.engine.prompt_lookup import LookupDrafter, TableDrafter
 from edgellm.errors import CacheFullError, first_line
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import Logits

@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows
+from edgellm.backends.batch import Backend, Rows
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.cache.kv_cache import KVCache
 from edgellm.checks import check_number
 from edgellm.engine.batcher import Batcher, Work
 from edgellm.engine.plan import Share
-from edgellm.engine.policies import StallFree
 from edgellm.engine.prefill_job import PrefillJob
-from edgellm.engine.prompt_rows import StepBudget
+from edgellm.engine.prompt_rows import StallFree, StepBudget
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad

@@ -12,7 +12,6 @@ from pathlib import Path
 from edgellm.errors import OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
-from edgellm.export.merged import Merge, MergedCheckpoint
 from edgellm.export.precision_writer import (
     store_mtp_weights,
     store_packed_weights,
@@ -21,7 +20,13 @@ from edgellm.export.precision_writer import (
 )
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
-from edgellm.export.source_checkpoint import digest_of, file_type_of, weight_files
+from edgellm.export.source_checkpoint import (
+    Merge,
+    MergedCheckpoint,
+    digest_of,
+    file_type_of,
+    weight_files,
+)
 from edgellm.export.target import (
     check_same_model,
     check_same_sizes,

@@ -32,7 +32,7 @@ import numpy as np
 
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
-from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.builder import Array, Norm, WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.linear import (
     BiasedLinear,
@@ -43,7 +43,6 @@ from edgellm.graphs.linear import (
     HalfLinear,
     Linear,
 )
-from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.placement import open_session
-from edgellm.backends.providers import CPU
+from edgellm.backends.batch import softcapped
+from edgellm.backends.providers import CPU, open_session
 from edgellm.backends.segments import read_shadows
-from edgellm.backends.softcap import softcapped
 from edgellm.errors import ExportError
 from edgellm.export.calibrate import default_text
 from edgellm.export.float_segments import WindowAttention, float_segments, next_inputs

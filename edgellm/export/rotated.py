@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.export.weight_reader import ImportReport, WeightReader
-from edgellm.graphs.builder import WeightFile
+from edgellm.graphs.builder import Array, Norm, WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
 from edgellm.graphs.linear import (
     BiasedLinear,
@@ -30,13 +30,11 @@ from edgellm.graphs.linear import (
     StaticLinear,
     input_name,
 )
-from edgellm.graphs.norm import Array, Norm
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels import hadamard
 from edgellm.quantize.error import relative_error
 from edgellm.quantize.gptq import quantize_channels_for
-from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import (
     random_rotation,
     rotate_input,
@@ -44,6 +42,7 @@ from edgellm.quantize.rotation import (
     rotate_output,
     spreading,
 )
+from edgellm.quantize.weights import quantize_channels
 from edgellm.store.reference import ROTATION
 
 Floats = NDArray[np.float32]

@@ -11,7 +11,7 @@ from pathlib import Path
 from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.store import bundle as bundles
-from edgellm.store.bundle_state import is_newer, is_outdated
+from edgellm.store.bundle import is_newer, is_outdated
 from edgellm.store.manifest import Manifest
 
 _log = logging.getLogger(__name__)

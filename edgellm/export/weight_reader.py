@@ -14,9 +14,7 @@ from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import KINDS, QuantizedWeight, dequantize, row_slices
 from edgellm.quantize.error import relative_error
-from edgellm.quantize.int4 import quantize_int4
-from edgellm.quantize.int8 import quantize_groups
-from edgellm.quantize.levels import quantize_levels
+from edgellm.quantize.weights import quantize_groups, quantize_int4, quantize_levels
 
 
 @dataclass

@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.backends.providers import CUDA
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES, Policy, Step, Task, simulate
-from edgellm.backends.timing import Samples, best_seconds, in_turns, repeated
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
-from edgellm.engine.auto_prefill import AutoChoice, auto_choice
+from edgellm.engine.auto_backend import AutoChoice, auto_choice
 from edgellm.engine.engine import Engine
-from edgellm.engine.measured import MeasuredPrompt
+from edgellm.engine.measured import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import CancelledError
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of

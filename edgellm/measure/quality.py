@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.softcap import softcapped
+from edgellm.backends.batch import softcapped
 from edgellm.engine.engine import Engine
 from edgellm.engine.sampling import log_softmax
 from edgellm.errors import NumericError, OptionError

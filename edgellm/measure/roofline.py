@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from edgellm.backends.timing import best_seconds
 from edgellm.cache.groups import StateGroup, cache_groups
+from edgellm.engine.measured import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.layer_config import Attention
@@ -26,8 +26,7 @@ from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
 from edgellm.store.bundle import Bundle
-from edgellm.store.import_summary import imported
-from edgellm.store.manifest import PACKED
+from edgellm.store.manifest import PACKED, imported
 
 _REPEATS = 5
 _READ_BYTES = 256 << 20  # more than any cache holds

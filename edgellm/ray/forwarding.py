@@ -1,9 +1,18 @@
-"""Forwarding of HTTP requests from the front, which reads them, to a replica's application."""
+"""Forwarding of HTTP requests from the front, which reads them, to a replica's application.
+
+The beginnings of a request's prompt choose the replica. The front, without tokenizer and template,
+names them as blocks of the KV cache are (see `prefix_index.py`), but from the texts that a model
+reads, in the order in which most templates have them: system messages, tools, the rest. The layout
+of the JSON does not count, nor do other fields: all replicas have one model, whatever clients call
+it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -12,12 +21,11 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Mount
 
-from edgellm.ray.request_prefix import request_prefix
+from edgellm.serve.anthropic.messages import BILLING, GIT_STATUS
 from edgellm.serve.application import path_error
-from edgellm.serve.http.body import ClientGoneError, Receive, read_body
+from edgellm.serve.http.body import ClientGoneError, Receive, parse_fields, read_body
 from edgellm.serve.http.endpoint import CLIENT, Scope, while_connected
 from edgellm.serve.http.guard import Guard
-from edgellm.serve.http.json_body import parse_fields
 from edgellm.serve.http.streaming import Send
 from edgellm.serve.options import ServeOptions
 from edgellm.serve.request_error import RequestError, request_error
@@ -28,6 +36,11 @@ _SCOPE = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
     *("root_path", "headers", "client", "server"),
 )
+# Bytes of a piece: about as many tokens as a block of the KV cache has.
+_PIECE = 512
+# Maximum of bytes of one request that are named; text after them does not count.
+_MOST_BYTES = 256 * _PIECE
+_SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,7 @@ class ForwardedRequest:
     Attributes:
         scope: ASGI scope, as far as it can be sent.
         body: body of the request.
-        prefix: names of the beginnings of the request's prompt (see `request_prefix.py`).
+        prefix: names of the beginnings of the request's prompt (see `request_prefixes`).
     """
 
     scope: dict[str, Any]
@@ -71,11 +84,8 @@ class _Front:
         self._options = options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options = self._options
         try:
-            body = await read_body(
-                receive, limit=options.max_body_bytes, timeout_s=options.read_timeout_s
-            )
+            body = await read_body(receive, self._options)
         except ClientGoneError:
             return
         except RequestError as error:
@@ -144,3 +154,82 @@ async def answered(
     finally:
         work.cancel()
         await asyncio.wait([work])
+
+
+def request_prefix(fields: Mapping[str, object], *, salt: str = "") -> list[bytes]:
+    """Name the beginnings of the text that a model reads of a request, shortest first.
+
+    Args:
+        fields: fields of the request's body, in any dialect.
+        salt: salt of the names; only requests with the same salt share names.
+    """
+    data = bytearray()
+    for text in _read(fields):
+        data += text.encode("utf-8", "surrogatepass")
+        if len(data) >= _MOST_BYTES:
+            break
+    names, name = [], hashlib.sha256(salt.encode()).digest()
+    for end in range(_PIECE, min(len(data), _MOST_BYTES) + 1, _PIECE):
+        name = hashlib.sha256(name + data[end - _PIECE : end]).digest()
+        names.append(name)
+    return names
+
+
+def _read(fields: Mapping[str, object]) -> Iterator[str]:
+    """Yield the texts that the model reads of a request, in order; wrong requests are accepted."""
+    messages = [_message("system", fields.get(name)) for name in ("system", "instructions")]
+    for name in ("messages", "input"):
+        given = fields.get(name)
+        messages += given[:_MOST_BYTES] if isinstance(given, list) else [_message("user", given)]
+    first = next((i for i, each in enumerate(messages) if not _is_system(each)), len(messages))
+    yield from map(_told, messages[:first])
+    for name in ("tools", "input_extra"):
+        yield _text(fields.get(name))
+    yield from map(_told, messages[first:])
+    for name in ("input_prefix", "prompt"):
+        yield _text(fields.get(name))
+
+
+def _message(role: str, content: object) -> dict[str, object]:
+    return {"role": role, "content": content} if content else {}
+
+
+def _is_system(message: object) -> bool:
+    return not message or (isinstance(message, dict) and message.get("role") in _SYSTEM)
+
+
+def _told(message: object) -> str:
+    """Return a message as text: role, content, and other fields in alphabetical order."""
+    if not message:
+        return ""
+    if not isinstance(message, dict) or "role" not in message:
+        return _text(message)
+    role = "system" if message["role"] in _SYSTEM else message["role"]
+    more = {
+        name: value
+        for name, value in message.items()
+        if name not in ("role", "content") and value is not None
+    }
+    return f"{role}\n{_text(message.get('content'))}{_text(more or None)}\n"
+
+
+def _text(value: object) -> str:
+    """Return a value as text.
+
+    Texts are taken as they are, also in a list or as the `text` of a part; other values as JSON.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list):
+        value = value[:_MOST_BYTES]
+        if any(isinstance(item, int | float) for item in value[:1]):  # tokens
+            return json.dumps(value)
+        texts = (_text(item) for item in value)
+        system = "".join(text for text in texts if not text.startswith(BILLING))
+        return system.partition(GIT_STATUS)[0]
+    if isinstance(value, dict):
+        if isinstance(value.get("text"), str) and "type" in value:
+            return str(value["text"])
+        # `cache_control` moves to another part in the next request of a conversation
+        value = {name: item for name, item in value.items() if name != "cache_control"}
+    return f"{json.dumps(value, ensure_ascii=False, sort_keys=True)} "

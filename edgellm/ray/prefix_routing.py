@@ -3,7 +3,7 @@
 A replica that has many more requests than others is not chosen for that. Prompts are compared by
 the names of their beginnings: each names a piece of the prompt and all pieces before it, as blocks
 of the KV cache are named (see `prefix_index.py`). Callers with the tokens use the names of blocks;
-callers with a request alone use those of `request_prefix.py`. Pure Python.
+callers with a request alone use those of `forwarding.py`. Pure Python.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from edgellm.engine.call import Call
-from edgellm.engine.embedding import embeddings
-from edgellm.engine.pending import aiterate
-from edgellm.engine.relevance import chosen_method, similarities, yes_no, yes_no_prompts
+from edgellm.engine.embedding import chosen_method, embeddings, similarities, yes_no, yes_no_prompts
+from edgellm.engine.loop import aiterate
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk, RerankAsk
@@ -42,9 +41,8 @@ from edgellm.serve.events import (
     Relevances,
 )
 from edgellm.serve.metrics import Metrics
-from edgellm.serve.queue_limits import Counted, QueueLimits
+from edgellm.serve.queue_limits import Counted, QueueLimits, TextWork
 from edgellm.serve.request_error import RequestError, request_error
-from edgellm.serve.text_work import TextWork
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
     from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
-    from edgellm.engine.pending import Pending
+    from edgellm.engine.loop import Pending
     from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool
@@ -258,7 +256,7 @@ class Answering:
     ) -> Pending[_Item]:
         """Encode the prompt of an ask, yield `Begun`, then the progress and pieces of its answers.
 
-        The parts of this work that take long run outside the event loop (see `pending.py`).
+        The parts of this work that take long run outside the event loop (see `aiterate`).
         """
         engine = llm.engine
         prompt = answerable_prompt(llm, model, ask)
@@ -291,27 +289,22 @@ class Answering:
             for prompt in ask.prompts
         ]
         yield [len(ids) for ids in tokens]
-        yield from embeddings(
-            engine,
-            tokens,
-            pooling=pooling,
-            salt=client.salt,
-            owner=client.owner,
-            adapter=self._adapter(ask),
-            cancel=self._stop,
-        )
+        call = self._call(ask, client)
+        yield from embeddings(engine, tokens, pooling=pooling, call=call, salt=client.salt)
+
+    def _call(self, ask: EmbeddingAsk | RerankAsk, client: Client) -> Call:
+        options = GenerationOptions(owner=client.owner, adapter=self._adapter(ask))
+        return Call(options=options, cancel=self._stop)
 
     def _relevance(self, llm: LLM, *, ask: RerankAsk, client: Client) -> Pending[list[int] | float]:
         """Yield the token count of each document in one list, then the relevances in order."""
         engine, pooling = llm.engine, self.options.pooling
-        salt, owner, adapter = client.salt, client.owner, self._adapter(ask)
+        call, salt = self._call(ask, client), client.salt
         if chosen_method(engine, ask.method) == "yes_no":
             check_size(engine, max(map(len, ask.documents)) + len(ask.query))
             prompts = yes_no_prompts(engine, ask.query, ask.documents, instruction=ask.instruction)
             counts = [len(prompt) for prompt in prompts]
-            pending = yes_no(
-                engine, prompts, salt=salt, owner=owner, adapter=adapter, cancel=self._stop
-            )
+            pending = yes_no(engine, prompts, call=call, salt=salt)
         else:
             prompts = [
                 embedding_prompt(engine, text, pooling=pooling, truncates=False)
@@ -319,15 +312,7 @@ class Answering:
             ]
             query, first, *rest = (len(prompt) for prompt in prompts)
             counts = [query + first, *rest]
-            pending = similarities(
-                engine,
-                prompts,
-                pooling=pooling,
-                salt=salt,
-                owner=owner,
-                adapter=adapter,
-                cancel=self._stop,
-            )
+            pending = similarities(engine, prompts, pooling=pooling, call=call, salt=salt)
         yield counts
         yield from pending
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from edgellm.engine.relevance import DEFAULT_INSTRUCTION, RerankMethod
+from edgellm.engine.embedding import DEFAULT_INSTRUCTION, RerankMethod
 from edgellm.generation_options import GenerationArguments
 from edgellm.text.fim import Gap, Order
 from edgellm.text.grammar import Grammar

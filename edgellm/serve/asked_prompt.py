@@ -8,8 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from edgellm.engine.chat_prompt import ChatPrompt, ToolOptions, chat_prompt
-from edgellm.engine.infill_sampler import InfillSampler
-from edgellm.infill import infill_options, infill_tokens
+from edgellm.infill import InfillSampler, infill_options, infill_tokens
 from edgellm.serve.ask import Ask, Conversation, Infill
 from edgellm.serve.request_error import RequestError
 from edgellm.text.fim import budget

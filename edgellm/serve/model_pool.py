@@ -20,9 +20,8 @@ from edgellm.errors import EdgeLLMError, MemoryEstimateError, OptionError, Sourc
 from edgellm.llm import LLM
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.serve.adapters import ServedAdapters
-from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.request_error import RequestError, load_error
-from edgellm.serve.served import ServedModel
+from edgellm.serve.served import ModelCard, ServedModel, card_of
 from edgellm.store.hub import HubModel
 from edgellm.store.sources import ALIASES, wheel_member
 

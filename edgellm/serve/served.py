@@ -1,7 +1,8 @@
-"""Models that a server serves, and how each is loaded."""
+"""Models that a server serves, how each is loaded, and facts about them for clients."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from pathlib import Path
 
 from edgellm.backends.selection import precisions_of, select
 from edgellm.engine.adapters import AdapterSource, adapter_bytes
-from edgellm.engine.auto_decode import prepare_for
+from edgellm.engine.auto_backend import prepare_for
 from edgellm.engine.draft_opening import prepare_draft
-from edgellm.engine.memory import estimate
-from edgellm.errors import OptionError
+from edgellm.engine.engine import Engine
+from edgellm.engine.loaded_model import open_template
+from edgellm.engine.memory import MemoryEstimate, estimate
+from edgellm.errors import OptionError, TemplateError, UnsupportedModelError
+from edgellm.generation_options import GenerationOptions, chosen_options
+from edgellm.graphs.config import ModelConfig
 from edgellm.llm import (
     LLM,
     LoadArguments,
@@ -21,13 +26,135 @@ from edgellm.llm import (
     load,
     with_defaults,
 )
+from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
-from edgellm.serve.model_card import ModelCard, card_on_disk
-from edgellm.store.manifest import PACKED
+from edgellm.store.bundle import Bundle
+from edgellm.store.manifest import PACKED, Manifest, imported
 from edgellm.store.prepare import prepared
 from edgellm.store.sources import check_name
+from edgellm.text.fim import Family, require_family
+from edgellm.text.template import ChatTemplate
+from edgellm.text.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _WITH_ID = re.compile(r"([\w.:-]+)=(?!=)")  # not the `==` of pypi:package==version
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """Facts about a model for its clients.
+
+    Attributes:
+        name: the model's own name.
+        ctx_size: context length in tokens.
+        slots: number of whole contexts that fit into the KV cache.
+        options: default generation options of answers.
+        precision: precision in which answers are decoded.
+        file_type: quantization of the model file, such as Q4_K_M; for a file that does not name
+            one, the storage type of most of its matrices.
+        memory_bytes: estimated memory of weights, a full KV cache, draft model and adapters.
+        bos, eos: texts of the begin and end tokens; "" where there is none.
+        template: source of the chat template; "" where there is none.
+        takes_tools: whether the template describes tools to the model.
+        calls_tools: whether the model's tool calls can also be told from its text.
+        reasons: whether the model's reasoning can be told from its text.
+        infill: family of the model's fill-in-the-middle tokens; None: it cannot fill gaps.
+    """
+
+    name: str
+    config: ModelConfig
+    ctx_size: int
+    slots: int
+    options: GenerationOptions
+    precision: str
+    file_type: str
+    memory_bytes: int
+    bos: str
+    eos: str
+    template: str
+    takes_tools: bool
+    calls_tools: bool
+    reasons: bool
+    infill: Family | None
+
+
+def card_of(engine: Engine) -> ModelCard:
+    """Return the card of a loaded model."""
+    template = _readable(engine.bundle, lambda: engine.template)
+    return _card(engine.bundle, engine.options, engine.tokenizer, template, engine.memory)
+
+
+def card_on_disk(
+    bundle: Bundle, options: EngineOptions, *, draft: Bundle | None = None, adapters: int = 0
+) -> ModelCard:
+    """Return the card of a model that is not loaded, as if loaded with these options.
+
+    Args:
+        draft: bundle of its draft model; None: it has none, or none that is on disk.
+        adapters: bytes of its adapters.
+    """
+    tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
+    template = _readable(bundle, lambda: open_template(bundle, tokenizer))
+    selection = select(options, bundle.config)
+    needed = estimate(bundle, options, selection, draft=draft, adapters=adapters)
+    return _card(bundle, options, tokenizer, template, needed)
+
+
+def _readable(bundle: Bundle, opened: Callable[[], ChatTemplate | None]) -> ChatTemplate | None:
+    """Open the chat template; None if there is none, or if it is broken, which is logged.
+
+    Requests that need no template still work then.
+    """
+    try:
+        return opened()
+    except TemplateError as error:
+        _log.warning("%s: %s", bundle.manifest.name, error)
+        return None
+
+
+def _card(
+    bundle: Bundle,
+    options: EngineOptions,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    needed: MemoryEstimate,
+) -> ModelCard:
+    config, selection = bundle.config, select(options, bundle.config)
+    precision = selection.decode_precision(config)
+    takes_tools = template is not None and template.traits.takes_tools
+    form = None if template is None else template.answer_format
+    return ModelCard(
+        name=bundle.manifest.name,
+        config=config,
+        ctx_size=needed.ctx_size,
+        # a cache of the usual size holds two contexts, see `EngineOptions`
+        slots=options.cache_size // needed.ctx_size if options.cache_size else 2,
+        options=chosen_options(bundle.manifest, None, {}),
+        precision=precision,
+        file_type=_file_type(bundle.manifest, precision),
+        memory_bytes=needed.models,
+        bos=tokenizer.bos or "",
+        eos=next(iter(tokenizer.eos), ""),
+        template="" if template is None else template.source,
+        takes_tools=takes_tools,
+        calls_tools=takes_tools and form is not None and bool(form.calls),
+        reasons=form is not None and form.reasoning is not None,
+        infill=_infill(bundle, tokenizer),
+    )
+
+
+def _file_type(manifest: Manifest, precision: str) -> str:
+    if manifest.file_type:
+        return manifest.file_type
+    storage = imported(manifest, precision).storage
+    return max(storage, key=storage.__getitem__, default="")
+
+
+def _infill(bundle: Bundle, tokenizer: Tokenizer) -> Family | None:
+    try:
+        return require_family(tokenizer.vocabulary, tokenizer.fim, model=bundle.manifest.name)
+    except UnsupportedModelError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from edgellm.graphs.tensors import TensorSpec, model_tensors
 from edgellm.kernels.linear import packed_shape
 from edgellm.kernels.quantized import GROUP, KINDS
 from edgellm.store import key_basis
-from edgellm.store.import_summary import ImportSummary
 from edgellm.store.manifest import (
     GENERATION,
     MTP,
     PACKED,
     TOKENIZER,
+    ImportSummary,
     Manifest,
     MtpEntry,
     PrecisionEntry,

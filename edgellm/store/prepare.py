@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from edgellm.errors import BundleError, EdgeLLMError, ModelFormatError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import Bundle, is_bundle, open_bundle
-from edgellm.store.bundle_state import is_newer, recorded_source
+from edgellm.store.bundle import Bundle, is_bundle, is_newer, open_bundle, recorded_source
 from edgellm.store.home import bundles_dir, delete_abandoned_at_home
 from edgellm.store.precision_support import Precisions, names_of
 from edgellm.store.sources import Source, resolve, resolve_here

@@ -13,8 +13,7 @@ import string
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from edgellm.text.argument_values import brace_arguments, python_arguments, tagged_value
-from edgellm.text.json_scanner import JsonScanner
+from edgellm.text.call_values import JsonScanner, brace_arguments, python_arguments, tagged_value
 from edgellm.text.marker_reader import MarkerReader, Reading
 from edgellm.text.tool_format import ID_SLOT, KEY_SLOT, NAME_SLOT, CallFormat, ObjectKeys
 from edgellm.tool_use import Tool, ToolCallDelta

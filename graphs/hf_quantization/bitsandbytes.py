@@ -20,9 +20,7 @@ from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.hf_quantization.groups import Groups
-from edgellm.graphs.hf_quantization.packing import unpack, unsigned
-from edgellm.graphs.hf_quantization.scales import read_scales
+from edgellm.graphs.hf_quantization.groups import Groups, read_scales, unpack, unsigned
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 

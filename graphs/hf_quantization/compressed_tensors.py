@@ -24,10 +24,15 @@ from edgellm.graphs.fields import Fields
 from edgellm.graphs.hf_quantization import fp8
 from edgellm.graphs.hf_quantization.fp8 import read_block
 from edgellm.graphs.hf_quantization.gptq import read_group_index
-from edgellm.graphs.hf_quantization.groups import Groups
+from edgellm.graphs.hf_quantization.groups import (
+    Bytes,
+    Groups,
+    read_powers_of_two,
+    read_scales,
+    unpack,
+    unsigned,
+)
 from edgellm.graphs.hf_quantization.mxfp4 import e2m1, mxfp4_tensor
-from edgellm.graphs.hf_quantization.packing import Bytes, unpack, unsigned
-from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
+from edgellm.graphs.hf_quantization.groups import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 

@@ -18,10 +18,15 @@ from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.hf_quantization.description import group_count, read_choice, read_group_size
-from edgellm.graphs.hf_quantization.groups import Groups
-from edgellm.graphs.hf_quantization.packing import Bytes, unpack
-from edgellm.graphs.hf_quantization.scales import read_scales
+from edgellm.graphs.hf_quantization.groups import (
+    Bytes,
+    Groups,
+    group_count,
+    read_choice,
+    read_group_size,
+    read_scales,
+    unpack,
+)
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 

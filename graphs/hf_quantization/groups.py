@@ -1,26 +1,128 @@
-"""Weights of integer codes whose inputs share scales in groups, as most formats have them."""
+"""Weights of integer codes whose inputs share scales in groups, and reads of their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.graphs.hf_quantization.packing import Bytes
+from edgellm.errors import ModelFormatError, UnsupportedModelError
+from edgellm.graphs.fields import Fields
+from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
-from edgellm.kernels.quantized import GROUP, KINDS, Kind, QuantizedWeight
+from edgellm.kernels.quantized import GROUP, KINDS, Kind, QuantizedWeight, row_slices
 
 Floats = NDArray[np.float32]
+_EXPONENT_BIAS = 127
+_EXPONENT_OF_NAN = 255
+Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
-
 # Largest relative error of rounding to a half in its normal range.
 _HALF_ERROR = 2.0**-11
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 # Bits of a code -> the kind that holds it: with one zero for all codes, and with offsets.
 _SYMMETRIC = {2: "int4_symmetric", 3: "int4_symmetric", 4: "int4_symmetric", 5: "int5_symmetric"}
 _AFFINE = {2: "int4_affine", 3: "int4_affine", 4: "int4_affine", 5: "int5_affine"}
+
+
+def read_choice(fields: Fields, key: str, allowed: Sequence[int], *, origin: str) -> int:
+    """Read an integer that must be one of `allowed`.
+
+    Raises:
+        UnsupportedModelError: the number is another one.
+    """
+    value = fields.read(int, key)
+    if value not in allowed:
+        raise UnsupportedModelError(
+            f"{origin}: {key} is {value}; supported are {', '.join(map(str, allowed))}"
+        )
+    return value
+
+
+def read_group_size(fields: Fields, *, origin: str) -> int:
+    """Read the number of inputs that share a scale; -1 stands for all inputs.
+
+    Raises:
+        ModelFormatError: the number is neither -1 nor positive.
+    """
+    size = fields.read(int, "group_size")
+    if size != -1 and size < 1:
+        raise ModelFormatError(
+            f"{origin}: group_size is {size}; it must be -1 (all inputs) or above 0"
+        )
+    return size
+
+
+def group_count(columns: int, group_size: int, *, module: str, origin: str) -> int:
+    """Return the number of groups of a module's inputs.
+
+    Raises:
+        ModelFormatError: the group size does not divide the number of inputs.
+    """
+    size = columns if group_size == -1 else group_size
+    if columns % size:
+        raise ModelFormatError(
+            f"{origin}: group_size {group_size} does not divide the {columns} inputs of {module}"
+        )
+    return columns // size
+
+
+def read_scales(folder: SafetensorsFolder, key: str) -> Floats:
+    """Read a tensor of scales as float32.
+
+    Raises:
+        ModelFormatError: a scale is infinite or not a number.
+    """
+    values = folder.read(key).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise _not_finite(folder, key)
+    return values
+
+
+def read_powers_of_two(folder: SafetensorsFolder, key: str) -> Floats:
+    """Read a tensor of E8M0 scales, bytes `e` for `2^(e - 127)`, as float32.
+
+    Raises:
+        ModelFormatError: a scale is the byte for "not a number".
+    """
+    exponents = folder.read(key).view(np.uint8)
+    if (exponents == _EXPONENT_OF_NAN).any():
+        raise _not_finite(folder, key)
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - _EXPONENT_BIAS)
+
+
+def _not_finite(folder: SafetensorsFolder, key: str) -> ModelFormatError:
+    return ModelFormatError(
+        f"{folder.entry(key).file}: tensor {key} holds a scale that is infinite or not a number; "
+        "the file is damaged, download it again"
+    )
+
+
+def unpack(words: NDArray[Any], bits: int) -> Bytes:
+    """Unpack rows of words `[R, W]` of 8 or 32 bits to codes `[R, W * (8 or 32) / bits]`.
+
+    The first code is in the lowest bits. A code that does not fit a word goes on in the next one.
+    """
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return data
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        return (data[..., None] >> shifts & np.uint8((1 << bits) - 1)).reshape(len(data), -1)
+    codes = np.empty((data.shape[0], data.shape[1] * 8 // bits), np.uint8)
+    for part in row_slices(*codes.shape):
+        single = np.unpackbits(data[part], axis=1, bitorder="little")
+        groups = single.reshape(len(data[part]), -1, bits)
+        codes[part] = np.packbits(groups, axis=2, bitorder="little")[..., 0]
+    return codes
+
+
+def unsigned(codes: NDArray[np.int8]) -> Bytes:
+    """Convert codes -128 .. 127 to 0 .. 255, whose zero is 128."""
+    return codes.view(np.uint8) ^ np.uint8(128)
 
 
 @dataclass(frozen=True, kw_only=True)

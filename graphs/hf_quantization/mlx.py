@@ -17,11 +17,15 @@ from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.hf_quantization.description import read_choice
-from edgellm.graphs.hf_quantization.groups import Groups
+from edgellm.graphs.hf_quantization.groups import (
+    Bytes,
+    Groups,
+    read_choice,
+    read_powers_of_two,
+    read_scales,
+    unpack,
+)
 from edgellm.graphs.hf_quantization.mxfp4 import mxfp4_tensor
-from edgellm.graphs.hf_quantization.packing import Bytes, unpack
-from edgellm.graphs.hf_quantization.scales import read_powers_of_two, read_scales
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.graphs.hf_quantization.groups import half_scales
-from edgellm.graphs.hf_quantization.packing import Bytes, unpack
-from edgellm.graphs.hf_quantization.scales import read_powers_of_two
+from edgellm.graphs.hf_quantization.groups import Bytes, half_scales, read_powers_of_two, unpack
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.engine.token_table import TokenTable
+from edgellm.engine.prompt_lookup import TokenTable
 from edgellm.llm import LLM, load
 from edgellm.results import Completion
 from edgellm.store.sources import DEFAULT_MODEL

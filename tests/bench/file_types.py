@@ -40,7 +40,7 @@ def measure(path: Path, *, windows: int) -> list[str]:
     from edgellm.llm import load
     from edgellm.measure.benchmark import bench
     from edgellm.measure.quality import quality
-    from edgellm.store.import_summary import imported
+    from edgellm.store.manifest import imported
 
     llm = load(str(path), ctx_size=1024)
     result = quality(llm.engine, max_windows=windows)

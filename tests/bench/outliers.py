@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from edgellm.export.calibrate import CalibrationOptions, choose_windows
@@ -25,13 +26,13 @@ from edgellm.kernels import hadamard
 from edgellm.llm import load
 from edgellm.quantize.calibration import Observation, error_share, reach
 from edgellm.quantize.rotation import random_rotation, spreading
-from edgellm.quantize.smooth import smoothing
 from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 WINDOW = 512
 PERCENTILE, SHADOW_PERCENTILE = 99.99, 99.5
 PRUNED = (0.0, 0.5, 0.85, 1.0)
 BLOCK = 64
+Floats = NDArray[np.float32]
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 Inputs = Callable[[str, torch.Tensor], torch.Tensor]
 
@@ -123,6 +124,15 @@ def rotated(simulation: Simulation) -> tuple[Transform, Transform]:
         return (across.T @ blocks @ block.T).reshape(x.shape)
 
     return there, back
+
+
+def smoothing(activations: Floats, weights: Floats, *, alpha: float = 0.5) -> Floats:
+    """Return SmoothQuant's factors of inputs, by their largest activations and weights.
+
+    Xiao et al., arXiv:2211.10438, equation 4: max|X_j|^alpha / max|W_j|^(1 - alpha).
+    """
+    sizes = np.maximum(activations, np.float32(1e-5)), np.maximum(weights, np.float32(1e-5))
+    return (sizes[0] ** alpha / sizes[1] ** (1 - alpha)).astype(np.float32)
 
 
 def smoothed(simulation: Simulation, seen: dict[str, Observation]) -> tuple[Transform, Transform]:

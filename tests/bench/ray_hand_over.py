@@ -38,8 +38,7 @@ from edgellm.engine.context import Context
 from edgellm.engine.hand_over import block_names, full_prefix, read_prefix
 from edgellm.models import DEFAULT_MODEL
 from edgellm.options import EngineArguments
-from edgellm.ray.object_store import ObjectStore
-from edgellm.ray.prefill import PrefillReplica, PrefillRequest
+from edgellm.ray.prefill import ObjectStore, PrefillReplica, PrefillRequest
 from edgellm.session import Session
 
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "with", "as", "by", "at")

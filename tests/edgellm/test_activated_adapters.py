@@ -16,7 +16,7 @@ from edgellm.batch import BatchRequest
 from edgellm.cache.prefix_index import Root
 from edgellm.engine.adapters import NEVER
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.export.merged import MergedCheckpoint
+from edgellm.export.source_checkpoint import MergedCheckpoint
 from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.lora import open_adapter

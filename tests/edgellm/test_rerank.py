@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from edgellm import LLM, OptionError, UnsupportedModelError, load
+from edgellm.engine.embedding import yes_no_prompts
 from edgellm.engine.one_sequence import compute_prompt
-from edgellm.engine.relevance import yes_no_prompts
 
 DOCUMENTS = ["a cat sat on the mat", "the dog", "cats and dogs " * 20, "x"]
 QUERY = "cats"

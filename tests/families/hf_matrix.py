@@ -32,7 +32,7 @@ from edgellm.graphs.hf_quantization.registry import quantization_of
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.kernels.quantized import dequantize
 from edgellm.store.bundle import open_bundle
-from edgellm.store.import_summary import ImportSummary
+from edgellm.store.manifest import ImportSummary
 
 COLUMNS = ("format", "packed as", "as read", "as packed", "library's weights", "f32", "C++")
 PAGE = Path(__file__).parent.parent.parent / "docs" / "precisions.md"

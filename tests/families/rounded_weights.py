@@ -9,7 +9,7 @@ import numpy as np
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.kernels.quantized import dequantize
 from edgellm.llm import LLM
-from edgellm.quantize.int8 import quantize_groups
+from edgellm.quantize.weights import quantize_groups
 
 # Parts of models of transformers that stay in float32.
 _EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight", "_bias")

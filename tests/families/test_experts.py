@@ -25,7 +25,7 @@ from edgellm.export import export
 from edgellm.llm import LLM, load
 from edgellm.measure.quality import quality
 from edgellm.models import describe
-from edgellm.store.import_summary import imported
+from edgellm.store.manifest import imported
 from edgellm.store.precision_support import why_not
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="experts need the C++ kernels")

@@ -34,7 +34,7 @@ from edgellm.measure.quality import quality
 from edgellm.measure.roofline import work_of
 from edgellm.results import Completion, Stats
 from edgellm.store.bundle import open_bundle
-from edgellm.store.import_summary import imported
+from edgellm.store.manifest import imported
 
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ kernels")
 

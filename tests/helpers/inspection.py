@@ -15,10 +15,9 @@ import pytest
 from waiting import until
 
 from edgellm.cache.sequence import Sequence as CachedSequence
-from edgellm.engine import auto_prefill, prompt_rows
+from edgellm.engine import auto_backend, prompt_rows
 from edgellm.engine.context import Context
-from edgellm.engine.draft_policy import Choice, DraftPolicy
-from edgellm.engine.drafter import Evidence, Kind
+from edgellm.engine.draft_policy import Choice, DraftPolicy, Evidence, Kind
 from edgellm.engine.prompt_rows import SchedulingPolicy
 from edgellm.engine.request import Request
 from edgellm.engine.scheduler import OwnerCounters
@@ -337,5 +336,5 @@ def play_provider(
     monkeypatch: pytest.MonkeyPatch, name: str, *, like: str, bundle: Bundle, options: EngineOptions
 ) -> None:
     """Have a provider been measured, and found as fast as another one that was."""
-    measured = dict(auto_prefill._known(bundle, options))[like]
-    monkeypatch.setattr(auto_prefill, "_known", lambda *_: [(name, measured)])
+    measured = dict(auto_backend._known(bundle, options))[like]
+    monkeypatch.setattr(auto_backend, "_known", lambda *_: [(name, measured)])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgellm.quantize.gptq import quantize_channels_for
-from edgellm.quantize.int8 import quantize_channels
+from edgellm.quantize.weights import quantize_channels
 
 DAMPING = 0.01
 

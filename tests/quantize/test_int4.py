@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.quantized import dequantize
-from edgellm.quantize.int4 import quantize_int4
+from edgellm.quantize.weights import quantize_int4
 
 
 def test_error_is_half_a_step() -> None:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.kernels.quantized import QuantizedWeight, dequantize
-from edgellm.quantize import int8
-from edgellm.quantize.int8 import quantize_channels, quantize_groups
+from edgellm.kernels.quantized import dequantize
+from edgellm.quantize import weights
+from edgellm.quantize.weights import quantize_channels, quantize_groups
 
 
 def test_channels_use_the_whole_range() -> None:
@@ -37,13 +37,13 @@ def test_large_weights_are_quantized_in_parts_that_an_interrupt_can_come_between
 ) -> None:
     weight = np.random.default_rng(1).standard_normal((2_049, 1024)).astype(np.float32)
     sizes: list[int] = []
-    quantize = int8._quantize_rows
+    steps = weights._steps
 
-    def counted(rows: np.ndarray) -> QuantizedWeight:
-        sizes.append(rows.size)
-        return quantize(rows)
+    def counted(groups: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        sizes.append(groups.size)
+        return steps(groups, scale)
 
-    monkeypatch.setattr(int8, "_quantize_rows", counted)
+    monkeypatch.setattr(weights, "_steps", counted)
     rounded = quantize_groups(weight)
     assert sizes == [1 << 20, 1 << 20, 1024]
     for row in (0, 1023, 1024, 1025, 2_048):

@@ -8,7 +8,7 @@ from gguf import GGMLQuantizationType
 from edgellm.export.weight_reader import _LEVELS
 from edgellm.kernels.quantized import dequantize
 from edgellm.quantize.error import relative_error
-from edgellm.quantize.levels import quantize_levels
+from edgellm.quantize.weights import quantize_levels
 
 
 @pytest.mark.parametrize("storage", _LEVELS)

@@ -26,9 +26,8 @@ from edgellm.results import FinishReason, Piece, Stats
 from edgellm.serve.answering import Answering
 from edgellm.serve.ask import Ask
 from edgellm.serve.events import Begun, Client, Delta, End, Event
-from edgellm.serve.http.body import ClientGoneError, Receive, read_body
+from edgellm.serve.http.body import ClientGoneError, Receive, read_body, read_fields
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.json_body import read_fields
 from edgellm.serve.http.streaming import (
     JSON,
     KEEP_ALIVE,
@@ -201,7 +200,7 @@ class Call:
         options = self.answering.options
         return StreamReply(
             frames=frames,
-            error=self.dialect.error_frames,
+            error=self.dialect.frames,
             format=format,
             beat=beat,
             heartbeat_s=options.heartbeat_s,
@@ -226,7 +225,8 @@ class Dialect:
 
     Attributes:
         error_body: function that returns the body of an error.
-        error_frames: function that returns the frames of an error in mid-stream.
+        error_frames: function that returns the frames of an error in mid-stream, which clients
+            raise; None: one frame with the body.
         status: function that returns the HTTP status of an error.
         owns: whether errors at a path without a route are written in this dialect.
     """
@@ -234,7 +234,7 @@ class Dialect:
     name: str
     routes: Sequence[Route]
     error_body: Callable[[RequestError], JSON]
-    error_frames: Callable[[RequestError], list[Frame]]
+    error_frames: Callable[[RequestError], list[Frame]] | None = None
     status: Callable[[RequestError], int] = lambda error: error.status
     owns: Callable[[str], bool] = lambda _: False
 
@@ -242,6 +242,12 @@ class Dialect:
         """Return the reply for an error."""
         body = self.error_body(error)
         return json_reply(body, status=self.status(error), headers=error.headers)
+
+    def frames(self, error: RequestError) -> list[Frame]:
+        """Return the frames of an error in mid-stream."""
+        if self.error_frames is None:
+            return [Frame(self.error_body(error))]
+        return self.error_frames(error)
 
 
 class Endpoint:
@@ -253,11 +259,8 @@ class Endpoint:
         self._answering = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        options = self._answering.options
         try:
-            body = await read_body(
-                receive, limit=options.max_body_bytes, timeout_s=options.read_timeout_s
-            )
+            body = await read_body(receive, self._answering.options)
         except ClientGoneError:
             return
         except RequestError as error:

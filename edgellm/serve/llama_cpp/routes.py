@@ -9,15 +9,15 @@ from importlib.metadata import PackageNotFoundError, version
 from edgellm.llm import LLM
 from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.http.endpoint import Call, Dialect, Route
-from edgellm.serve.http.streaming import JSON, BodyReply, Frame, Reply, json_reply
+from edgellm.serve.http.streaming import JSON, BodyReply, Reply, json_reply
 from edgellm.serve.llama_cpp import completion, text
 from edgellm.serve.llama_cpp.answer import settings
 from edgellm.serve.llama_cpp.fields import INT32_MAX, hard, unsupported
 from edgellm.serve.llama_cpp.text import model_id
 from edgellm.serve.metrics import Histogram, Metrics
-from edgellm.serve.model_card import ModelCard, card_of
 from edgellm.serve.openai.embeddings import read_texts
 from edgellm.serve.request_error import Kind, RequestError
+from edgellm.serve.served import ModelCard, card_of
 
 _MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -277,10 +277,6 @@ def error_body(error: RequestError) -> JSON:
     }
 
 
-def error_frames(error: RequestError) -> list[Frame]:
-    return [Frame(error_body(error))]
-
-
 LLAMA_CPP = Dialect(
     name="llama.cpp",
     routes=[
@@ -296,6 +292,5 @@ LLAMA_CPP = Dialect(
         Route("/metrics", {"GET": metrics}),
     ],
     error_body=error_body,
-    error_frames=error_frames,
     status=error_status,
 )

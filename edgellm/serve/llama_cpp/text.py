@@ -18,8 +18,8 @@ from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.http.streaming import Reply, json_reply
 from edgellm.serve.llama_cpp.fields import INT32_MAX, field_error
 from edgellm.serve.openai.messages import read_conversation
+from edgellm.serve.queue_limits import MOST_CHARACTERS, MOST_TOKENS
 from edgellm.serve.request_error import RequestError
-from edgellm.serve.text_work import MOST_CHARACTERS, MOST_TOKENS
 from edgellm.text.tokenizer import Tokenizer
 
 

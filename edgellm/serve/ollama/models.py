@@ -16,9 +16,9 @@ from edgellm.graphs.tensors import parameters
 from edgellm.progress import Progress
 from edgellm.serve.http.endpoint import Call, Handler, Route
 from edgellm.serve.http.streaming import Frame, Frames, Reply, json_reply
-from edgellm.serve.model_card import ModelCard
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.request_error import RequestError
+from edgellm.serve.served import ModelCard
 from edgellm.serve.usage import timestamp
 
 # Version of Ollama with this API; clients refuse older versions.

@@ -9,7 +9,7 @@ from edgellm.serve.ask import EmbeddingAsk
 from edgellm.serve.events import Embeddings
 from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.streaming import JSON, Frame, Reply, json_reply
+from edgellm.serve.http.streaming import JSON, Reply, json_reply
 from edgellm.serve.ollama import chat, models
 from edgellm.serve.ollama.options import read_keep_alive
 from edgellm.serve.openai.embeddings import read_dimensions, shortened
@@ -79,11 +79,6 @@ def error_body(error: RequestError) -> JSON:
     return {"error": error.message}
 
 
-def error_frames(error: RequestError) -> list[Frame]:
-    """Return the last line of a stream that fails; clients raise it as an error."""
-    return [Frame(error_body(error))]
-
-
 OLLAMA = Dialect(
     name="ollama",
     routes=[
@@ -93,6 +88,5 @@ OLLAMA = Dialect(
         *models.ROUTES,
     ],
     error_body=error_body,
-    error_frames=error_frames,
     owns=lambda path: path.startswith("/api/"),
 )

@@ -92,7 +92,7 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
 def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:
     """Return all answers to a chat request as one object."""
     stats = [answer.stats for answer in answers]
-    return ChatIdentity(begun.model).object(
+    return Identity(begun.model).object(
         "chat.completion",
         [
             {
@@ -133,16 +133,17 @@ def _logprobs(begun: Begun, pieces: Iterable[Piece], asked: AskedChat) -> dict[s
 
 
 @dataclass
-class ChatIdentity:
-    """Fields that all objects of one chat reply share."""
+class Identity:
+    """Fields that all objects of one reply share."""
 
     model: str
-    id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_hex(12)}")
+    prefix: str = "chatcmpl"
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def object(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {
-            "id": self.id,
+            "id": f"{self.prefix}-{self.number}",
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -162,7 +163,7 @@ class _Chunks:
     def __init__(self, begun: Begun, asked: AskedChat) -> None:
         self._begun = begun
         self._asked = asked
-        self._identity = ChatIdentity(begun.model)
+        self._identity = Identity(begun.model)
         self._shown: set[int] = set()
         self._generated = self._thoughts = 0
         self.ended: list[Stats] = []

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +16,7 @@ from edgellm.serve.events import Begun, Delta, Event, PromptProgress
 from edgellm.serve.http.endpoint import Answered, Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.openai.chat import Identity
 from edgellm.serve.openai.grammar import read_grammar
 from edgellm.serve.openai.logprobs import completion_logprobs, prompt_logprobs
 from edgellm.serve.openai.sampling import (
@@ -185,7 +184,8 @@ def _whole(
                 scored = [each for piece in scores for each in piece.prompt_logprobs]
                 choice["prompt_logprobs"] = prompt_logprobs(of_ask.engine.tokenizer, scored)
             choices.append(choice)
-    return _Identity(begun.model).object(
+    return Identity(begun.model, "cmpl").object(
+        "text_completion",
         choices,
         usage=summed_usage(stats),
         timings=timings(stats[0][0]),
@@ -225,31 +225,11 @@ def _choice(
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-@dataclass
-class _Identity:
-    """Fields that all objects of one completion reply share."""
-
-    model: str
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": "edgellm",
-            "choices": choices,
-            **more,
-        }
-
-
 async def completion_frames(
     events: AsyncGenerator[tuple[int, Event], None], asked: AskedCompletion
 ) -> Frames:
     """Convert the events of all asks to chunks of a completion reply."""
-    identity: _Identity | None = None
+    identity: Identity | None = None
     begun: dict[int, Begun] = {}
     stats: list[list[Stats]] = [[] for _ in asked.asks]
     shown: dict[int, int] = {}  # characters of each choice's text
@@ -260,7 +240,7 @@ async def completion_frames(
             if isinstance(event, Begun):
                 begun[number] = event
                 if identity is None:
-                    identity = _Identity(event.model)
+                    identity = Identity(event.model, "cmpl")
                 yield Comment("")  # the reply begins
                 if asked.echo:
                     echoed[number] = len(_prompt_text(event, asked.asks[number]))
@@ -291,17 +271,20 @@ async def completion_frames(
                 logprobs = _logprobs(begun[number], event.pieces, asked, offset=offset)
                 if event.text or event.pieces:
                     choice = _choice(index, event.text, None, logprobs)
-                    yield Frame(identity.object([choice]))
+                    yield Frame(identity.object("text_completion", [choice]))
             else:
                 stats[number].append(event.stats)
                 choice = _choice(index, "", finish_reason(event.finish_reason), None)
                 yield Frame(
                     identity.object(
-                        [choice], timings=timings(event.stats), placement=placement(event.stats)
+                        "text_completion",
+                        [choice],
+                        timings=timings(event.stats),
+                        placement=placement(event.stats),
                     )
                 )
     if asked.with_usage and identity is not None:
-        yield Frame(identity.object([], usage=summed_usage(stats)))
+        yield Frame(identity.object("text_completion", [], usage=summed_usage(stats)))
     yield Frame("[DONE]")
 
 
@@ -325,13 +308,13 @@ async def _scores_first(
 
 
 def _echoed(
-    identity: _Identity, number: int, begun: Begun, asked: AskedCompletion, scores: Sequence[Piece]
+    identity: Identity, number: int, begun: Begun, asked: AskedCompletion, scores: Sequence[Piece]
 ) -> list[Frame]:
     """Return a chunk with the prompt for each answer of an ask."""
     text = _prompt_text(begun, asked.asks[number])
     logprobs = _logprobs(begun, scores, asked)
     return [
-        Frame(identity.object([_choice(index, text, None, logprobs)]))
+        Frame(identity.object("text_completion", [_choice(index, text, None, logprobs)]))
         for index in range(number * asked.n, (number + 1) * asked.n)
     ]
 

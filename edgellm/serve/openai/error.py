@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from edgellm.serve.http.streaming import JSON, Frame
+from edgellm.serve.http.streaming import JSON
 from edgellm.serve.request_error import Kind, RequestError
 
 _TYPES: Mapping[Kind, str] = {
@@ -28,8 +28,3 @@ def error_body(error: RequestError) -> JSON:
             **error.details,
         }
     }
-
-
-def error_frames(error: RequestError) -> list[Frame]:
-    """Return the event of an error in mid-stream, which clients raise."""
-    return [Frame(error_body(error))]

@@ -17,9 +17,9 @@ from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import BodyReply, Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.model_pool import ModelPool
-from edgellm.serve.openai import chat, completions, embeddings, rerank, responses
-from edgellm.serve.openai.chat import AskedChat, ChatIdentity, chat_object
-from edgellm.serve.openai.error import error_body, error_frames
+from edgellm.serve.openai import chat, completions, embeddings, responses
+from edgellm.serve.openai.chat import AskedChat, Identity, chat_object
+from edgellm.serve.openai.error import error_body
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import finish_reason, placement, timestamp, timings, usage
@@ -106,11 +106,11 @@ def read_fim(fields: Fields) -> Ask:
 
 async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
     """Convert an ask's events to chunks, all with a choice and a text: editors check neither."""
-    identity: ChatIdentity | None = None
+    identity: Identity | None = None
     async with aclosing(events):
         async for event in events:
             if isinstance(event, Begun):
-                identity = ChatIdentity(event.model)
+                identity = Identity(event.model)
                 yield Comment("")  # the reply begins
                 continue
             if isinstance(event, PromptProgress):
@@ -132,7 +132,7 @@ async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
     yield Frame("[DONE]")
 
 
-def _chunk(identity: ChatIdentity, text: str, reason: str | None, **more: object) -> Frame:
+def _chunk(identity: Identity, text: str, reason: str | None, **more: object) -> Frame:
     delta = {"role": "assistant", "content": text}
     choice = {"index": 0, "delta": delta, "finish_reason": reason}
     return Frame(identity.object("chat.completion.chunk", [choice], **more))
@@ -239,7 +239,6 @@ OPENAI = Dialect(
         Route("/v1/fim/completions", {"POST": fim_completions}),
         Route("/fim/completions", {"POST": fim_completions}),
         *embeddings.ROUTES,
-        *rerank.ROUTES,
         Route("/v1/models", {"GET": list_models}),
         Route("/models", {"GET": list_models}),
         Route("/v1/models/{model:path}", {"GET": show_model}),
@@ -247,7 +246,6 @@ OPENAI = Dialect(
         Route("/v1/unload_lora_adapter", {"POST": unload_adapter}),
     ],
     error_body=error_body,
-    error_frames=error_frames,
 )
 RESPONSES = Dialect(
     name="responses",

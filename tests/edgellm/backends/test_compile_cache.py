@@ -13,8 +13,7 @@ import pytest
 
 from edgellm import ProviderError
 from edgellm.backends import compile_cache
-from edgellm.backends.placement import open_session
-from edgellm.backends.providers import status
+from edgellm.backends.providers import open_session, status
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.llm import LLM, load
 from edgellm.progress import Progress

@@ -12,8 +12,7 @@ import pytest
 from random_checkpoint import CONFIGS
 
 from edgellm.backends import cuda
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables

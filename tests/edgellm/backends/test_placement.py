@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from edgellm import ProviderError
-from edgellm.backends.placement import open_session
+from edgellm.backends.providers import open_session
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.llm import load
 

@@ -11,16 +11,16 @@ import numpy as np
 from inspection import set_costs, used_blocks
 
 from edgellm.backends.batch import Rows, Span, reserved
-from edgellm.backends.placement import Placement
+from edgellm.backends.providers import Placement
 from edgellm.cache.groups import DRAFT_STATES, Group, StateGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.call import Call
 from edgellm.engine.loop import Loop
+from edgellm.engine.prompt_lookup import TokenTable
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.engine.thread import EngineThread
-from edgellm.engine.token_table import TokenTable
 from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp
 from edgellm.kernels.sampling import Logits

@@ -14,7 +14,7 @@ from edgellm.backends.selection import Selection, select
 from edgellm.engine.memory import check_fits, context_note, estimate
 from edgellm.llm import load
 from edgellm.options import EngineOptions
-from edgellm.serve.model_card import card_of
+from edgellm.serve.served import card_of
 from edgellm.store.bundle import Bundle, open_bundle
 
 GIB = 1 << 30

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.draft_policy import Choice, DraftPolicy, Purse, common_length
-from edgellm.engine.drafter import Evidence, Kind
+from edgellm.engine.draft_policy import Choice, DraftPolicy, Evidence, Kind, Purse, common_length
 from edgellm.engine.prompt_lookup import LookupDrafter, PromptLookup, kind_of_match
 from edgellm.engine.speculation import Speculation
 from edgellm.errors import CacheFullError

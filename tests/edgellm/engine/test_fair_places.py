@@ -17,7 +17,7 @@ from simulated_engine import (
     with_forks,
 )
 
-from edgellm.engine.policies import Serial, StallFree
+from edgellm.engine.prompt_rows import Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
 

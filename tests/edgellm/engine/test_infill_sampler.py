@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engine.infill_sampler import InfillSampler
 from edgellm.generation_options import GenerationOptions
+from edgellm.infill import InfillSampler
 
 TEXTS = ["</s>", "ret", "return", "x", "y", "z", "u", "v", "w", "\ufffd"]
 

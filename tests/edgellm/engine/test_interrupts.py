@@ -14,8 +14,7 @@ from loop_checks import AlarmError, alarm_after, assert_interrupted, calls_of, i
 from loops import GREEDY, SHORT, prompt
 from waiting import until
 
-from edgellm.backends.backend import Backend
-from edgellm.backends.batch import Rows, Span
+from edgellm.backends.batch import Backend, Rows, Span
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.named_prefix import kept_prefixes

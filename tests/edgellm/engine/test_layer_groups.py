@@ -23,8 +23,8 @@ from simulated_engine import (
 )
 
 from edgellm.engine.plan import Layers, Underway
-from edgellm.engine.policies import StallFree
 from edgellm.engine.prefill_job import Layered
+from edgellm.engine.prompt_rows import StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.errors import EdgeLLMError

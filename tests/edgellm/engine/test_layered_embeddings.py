@@ -12,7 +12,7 @@ from layered_checks import PROMPTS, STREAM, Groups, start_layered
 from loop_checks import assert_idle
 
 from edgellm.engine.embedding import Pooling, embeddings
-from edgellm.engine.pending import iterate
+from edgellm.engine.loop import iterate
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 

@@ -18,7 +18,7 @@ from waiting import until
 
 from edgellm import BatchRequest, CacheFullError, Completion, GenerationOptions, OptionError
 from edgellm.backends.batch import Rows, Span
-from edgellm.engine.policies import StallFree
+from edgellm.engine.prompt_rows import StallFree
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load

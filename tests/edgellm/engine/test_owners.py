@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from inspection import ignore_owners, remembered
 from simulated_engine import TARGET, Engine, Request, finished, numbers, requests_strategy
 
-from edgellm.engine.policies import Serial, StallFree
-from edgellm.engine.prompt_rows import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy, Serial, StallFree
 from edgellm.engine.scheduler import OwnerCounters
 
 

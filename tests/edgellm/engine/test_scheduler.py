@@ -25,9 +25,8 @@ from simulated_engine import (
     with_forks,
 )
 
-from edgellm.engine.policies import Serial, StallFree
 from edgellm.engine.prefill_job import Layered
-from edgellm.engine.prompt_rows import SchedulingPolicy
+from edgellm.engine.prompt_rows import SchedulingPolicy, Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import EdgeLLMError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from simulated_engine import BLOCK, TARGET, Engine, Request, chosen, finished, numbers, taught
 
-from edgellm.engine.policies import StallFree
+from edgellm.engine.prompt_rows import StallFree
 from edgellm.engine.scheduler import Scheduler
 
 

@@ -22,7 +22,7 @@ from simulated_engine import (
 )
 
 from edgellm.engine.plan import Share
-from edgellm.engine.policies import Serial, StallFree
+from edgellm.engine.prompt_rows import Serial, StallFree
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine_without_model import ask, finish, start
 
-from edgellm.engine.token_table import TableDrafter, TokenTable
+from edgellm.engine.prompt_lookup import TableDrafter, TokenTable
 
 TEXT = [7 * i % 101 for i in range(60)]
 

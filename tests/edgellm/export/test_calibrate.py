@@ -15,8 +15,8 @@ from random_checkpoint import CONFIGS, RandomCheckpoint, after_attention, mix, n
 import edgellm.export.calibrate
 from edgellm import ExportError, OptionError
 from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.backends.placement import open_session
 from edgellm.backends.planner import Costs
+from edgellm.backends.providers import open_session
 from edgellm.backends.thread_pool import session_options
 from edgellm.engine.one_sequence import compute_prompt
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
@@ -30,8 +30,8 @@ from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
-from edgellm.quantize.int8 import quantize_channels
 from edgellm.quantize.rotation import random_rotation
+from edgellm.quantize.weights import quantize_channels
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MANIFEST
 

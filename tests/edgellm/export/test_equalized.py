@@ -25,8 +25,7 @@ from edgellm.kernels import rope
 from edgellm.kernels.quantized import KINDS, dequantize
 from edgellm.kernels.rope import reference as rope_reference
 from edgellm.llm import LLM, load
-from edgellm.quantize.int4 import quantize_int4
-from edgellm.quantize.int8 import quantize_groups
+from edgellm.quantize.weights import quantize_groups, quantize_int4
 from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 

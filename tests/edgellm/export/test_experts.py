@@ -18,7 +18,7 @@ from edgellm import load
 from edgellm.backends import selection
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.selection import precisions_of, select
-from edgellm.engine.auto_prefill import auto_choice
+from edgellm.engine.auto_backend import auto_choice
 from edgellm.errors import BundleError, OptionError, UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
@@ -31,7 +31,7 @@ from edgellm.measure.roofline import work_of
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import check_manifest
-from edgellm.store.import_summary import imported
+from edgellm.store.manifest import imported
 from edgellm.store.precision_support import why_not
 
 ROUTING = Routing(experts=5, used=3)

@@ -17,8 +17,7 @@ from edgellm.export.weight_reader import ImportReport
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.llm import load
 from edgellm.store.bundle import Bundle, open_bundle
-from edgellm.store.import_summary import ImportSummary, imported, rounding_notes
-from edgellm.store.manifest import MANIFEST
+from edgellm.store.manifest import MANIFEST, ImportSummary, imported, rounding_notes
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_each_precision(bundle: Bundle) -> None:
 
 def test_errors_are_those_of_what_was_written(bundle: Bundle) -> None:
     from edgellm.kernels.quantized import dequantize
-    from edgellm.quantize.int8 import quantize_groups
+    from edgellm.quantize.weights import quantize_groups
 
     checkpoint = open_checkpoint(Path(bundle.manifest.source))
     summary = imported(bundle.manifest, "packed")

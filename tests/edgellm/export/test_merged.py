@@ -14,7 +14,7 @@ from tiny_adapters import ALPHA, merged, pairs_of, write_peft
 
 from edgellm.errors import ModelFormatError, OptionError
 from edgellm.export import export
-from edgellm.export.merged import MergedCheckpoint
+from edgellm.export.source_checkpoint import MergedCheckpoint
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.tensors import model_tensors
 from edgellm.llm import load

@@ -18,7 +18,7 @@ from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.export import export
 from edgellm.graphs import contract
 from edgellm.graphs.contract import HOST_TOKENS
-from edgellm.quantize.int8 import quantize_channels
+from edgellm.quantize.weights import quantize_channels
 from edgellm.store.bundle import Bundle, open_bundle
 from edgellm.store.reference import PROMPT, ROWS, Reference, open_reference
 

@@ -22,11 +22,15 @@ from edgellm.engine.engine import Engine
 from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.native import library
 from edgellm.llm import load
-from edgellm.measure.doctor import float_reference
-from edgellm.measure.step_test import check_layers, check_step, prompt_limit, segment_limit
+from edgellm.measure.doctor import (
+    check_layers,
+    check_step,
+    float_reference,
+    prompt_limit,
+    segment_limit,
+)
 from edgellm.store.bundle import Bundle, open_bundle
-from edgellm.store.import_summary import ImportSummary, imported
-from edgellm.store.manifest import MANIFEST, PACKED
+from edgellm.store.manifest import MANIFEST, PACKED, ImportSummary, imported
 from edgellm.store.reference import Reference
 
 needs_native = pytest.mark.skipif(library() is None, reason="the kernels were not built")

@@ -9,7 +9,7 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from edgellm.cache.block_store import sealed  # noqa: E402
-from edgellm.ray.object_store import ObjectStore  # noqa: E402
+from edgellm.ray.prefill import ObjectStore  # noqa: E402
 
 NAMES = [bytes([number]) * 32 for number in range(3)]
 
@@ -25,8 +25,8 @@ def test_blocks_that_are_late_are_not_waited_for(monkeypatch: pytest.MonkeyPatch
         asked.append(reference)
         return sealed(NAMES[int(reference)], b"data")
 
-    monkeypatch.setattr("edgellm.ray.object_store.ray.wait", wait)
-    monkeypatch.setattr("edgellm.ray.object_store.ray.get", get)
+    monkeypatch.setattr("edgellm.ray.prefill.ray.wait", wait)
+    monkeypatch.setattr("edgellm.ray.prefill.ray.get", get)
     store = ObjectStore(references=dict(zip(NAMES, ("0", "late", "2"), strict=True)))
     store.fetch(timeout_s=1)
     found = [store.read(name, size=4) for name in NAMES]

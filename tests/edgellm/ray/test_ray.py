@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_loaded(start: Callable[..., Served]) -> None:
 
 @pytest.fixture
 def store(ray: Any) -> Any:
-    from edgellm.ray.object_store import ObjectStore
+    from edgellm.ray.prefill import ObjectStore
 
     return ObjectStore(budget=10_000)
 
@@ -245,7 +245,7 @@ def test_the_object_store_keeps_what_was_used_last(store: Any) -> None:
 
 
 def test_what_is_damaged_or_lost_in_the_object_store_is_not_there(ray: Any, store: Any) -> None:
-    from edgellm.ray.object_store import ObjectStore
+    from edgellm.ray.prefill import ObjectStore
 
     names = [bytes([i]) * 32 for i in range(3)]
     store.write(names[0], bytes(100))
@@ -263,8 +263,7 @@ def test_what_is_damaged_or_lost_in_the_object_store_is_not_there(ray: Any, stor
 
 
 def test_blocks_whose_owner_died_are_computed_again(ray: Any, alone: LLM) -> None:
-    from edgellm.ray.object_store import ObjectStore
-    from edgellm.ray.prefill import PrefillReplica, PrefillRequest
+    from edgellm.ray.prefill import ObjectStore, PrefillReplica, PrefillRequest
 
     tokens = full_prefix(alone.engine.tokenizer.encode(SYSTEM))
     names = block_names(alone.engine, tokens)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from edgellm.ray.forwarding import request_prefix
 from edgellm.ray.prefix_routing import PrefixRouting
-from edgellm.ray.request_prefix import request_prefix
-from edgellm.serve.http.json_body import parse_fields
+from edgellm.serve.http.body import parse_fields
 
 SYSTEM = "You answer in verse. " * 150
 TOOL = {

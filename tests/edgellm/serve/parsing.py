@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from edgellm.serve.http.body import parse_fields
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.json_body import parse_fields
 from edgellm.serve.request_error import RequestError
 
 

@@ -20,13 +20,13 @@ from waiting import CEILING_S
 
 from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.llm import LLM
-from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app, text_work
+from edgellm.serve import ModelPool, ServedModel, ServeOptions, create_app, queue_limits
 from edgellm.serve.answering import Answering
 from edgellm.serve.queue_limits import QueueLimits
 from edgellm.serve.server import Server, _bound
 
 PATH = "/v1/chat/completions"
-MOST_TEXTS, TEXT_THREADS = text_work._MOST, text_work._THREADS
+MOST_TEXTS, TEXT_THREADS = queue_limits._MOST, queue_limits._THREADS
 LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edgellm.serve.http.json_body import parse_fields
+from edgellm.serve.http.body import parse_fields
 from edgellm.serve.request_error import RequestError
 
 

@@ -64,7 +64,7 @@ def test_many_texts_leave_room_for_others(server: Running, monkeypatch: pytest.M
 
     texts = [f"{number} cats" for number in range(9)]
     expected = server.post("/v1/embeddings", {"input": texts}).json()
-    monkeypatch.setattr("edgellm.engine.pending._WINDOW", 2)
+    monkeypatch.setattr("edgellm.engine.loop._WINDOW", 2)
     monkeypatch.setattr(EmbeddingRequest, "take", noting)
     assert server.post("/v1/embeddings", {"input": texts}).json() == expected
     assert max(live) <= 2
@@ -81,7 +81,7 @@ def test_a_server_that_stops_ends_them(
         take(self, *arguments, **options)
         server.answering.stop()
 
-    monkeypatch.setattr("edgellm.engine.pending._WINDOW", 1)
+    monkeypatch.setattr("edgellm.engine.loop._WINDOW", 1)
     monkeypatch.setattr(EmbeddingRequest, "take", stopping)
     reply = server.post("/v1/embeddings", {"input": ["a cat"] * 5})
     assert reply.status_code == 503

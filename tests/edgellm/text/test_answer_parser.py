@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgellm.text.answer_parser import AnswerDelta, AnswerParser
-from edgellm.text.json_scanner import JsonScanner
+from edgellm.text.call_values import JsonScanner
 from edgellm.text.tool_format import (
     AnswerFormat,
     CallFormat,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.text.stop_text import StopText
+from edgellm.engine.answer import StopText
 
 
 def test_nothing_of_a_split_stop_text_shows() -> None:

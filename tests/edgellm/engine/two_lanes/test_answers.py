@@ -38,7 +38,7 @@ from edgellm import Completion
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
 from edgellm.engine.embedding import embeddings
-from edgellm.engine.pending import iterate
+from edgellm.engine.loop import iterate
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 

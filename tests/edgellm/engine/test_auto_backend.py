@@ -11,8 +11,8 @@ from layered_checks import PROMPTS, in_company
 
 from edgellm.backends import int8_support
 from edgellm.backends.providers import CPU
-from edgellm.engine import auto_prefill
-from edgellm.engine.auto_prefill import auto_choice
+from edgellm.engine import auto_backend
+from edgellm.engine.auto_backend import auto_choice
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -45,7 +45,7 @@ def measured(measured_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.fixture
 def folder(measured: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same, and the CPU provider plays an accelerator: there is no other one to test with."""
-    monkeypatch.setattr(auto_prefill, "CPU", "no provider")
+    monkeypatch.setattr(auto_backend, "CPU", "no provider")
     return measured
 
 
@@ -90,7 +90,7 @@ def test_a_faster_provider_takes_long_prompts(folder: Path) -> None:
 
 def test_the_cpu_provider_is_no_accelerator(measured: Path) -> None:
     """However fast it seems."""
-    assert CPU == auto_prefill.CPU
+    assert CPU == auto_backend.CPU
     rewrite(measured, chunk=1e-5, token=1.0, prompt=[700, [0.01], [9.0]])
     assert native(measured).engine.options.prefill == "auto"
     choice = auto_choice(open_bundle(measured), NATIVE)

@@ -1,20 +1,27 @@
-"""Choice of `--prefill auto` on this machine: an accelerator, once it was measured faster."""
+"""Choices of `auto`: a GPU with room for the model decodes, and an accelerator that was measured
+faster computes prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm.backends import thread_pool
 from edgellm.backends.providers import CPU, PROVIDERS, status
-from edgellm.backends.registry import AUTO, NATIVE, STEPS
-from edgellm.backends.selection import select, stops_between_layers
+from edgellm.backends.registry import AUTO, NATIVE, STEPS, TRITON
+from edgellm.backends.selection import precisions_of, select, stops_between_layers, usual_host
 from edgellm.engine.costs import known_costs
 from edgellm.engine.measured import MARGIN, Measured
-from edgellm.errors import ProviderError
+from edgellm.engine.memory import estimate
+from edgellm.errors import EdgeLLMError, ProviderError
+from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.gpu import device
 from edgellm.options import EngineOptions
+from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
-from edgellm.store.precision_support import why_not
+from edgellm.store.manifest import PACKED
+from edgellm.store.precision_support import Precisions, why_not
+from edgellm.store.prepare import config_here, prepare
 
 
 @dataclass(frozen=True)
@@ -99,3 +106,61 @@ def _times(name: str, measured: Measured) -> str:
         f"a token takes {measured.chunk_token() * 1e6:.0f} us on {name} at the most and "
         f"{measured.native_token() * 1e6:.0f} us on native at the least"
     )
+
+
+def prepare_for(
+    name: str, options: EngineOptions, *, progress: ProgressCallback | None = None
+) -> tuple[Bundle, EngineOptions, str | None]:
+    """Prepare a model, and choose what decodes it where `options.decode` is `auto`.
+
+    Returns:
+        The bundle, the options to load it with, and a note that says why the CPU decodes although
+        there is a GPU; None: it does not.
+
+    Raises:
+        EdgeLLMError: see `prepare`.
+    """
+    bundle = prepare(name, precisions=_precisions(name, options), progress=progress)
+    reason = _why_not_on_gpu(bundle, options)
+    if reason is None:
+        return bundle, options, None
+    host = usual_host()
+    options = replace(options, decode=host)
+    bundle = prepare(name, precisions=precisions_of(options), progress=progress)
+    return bundle, options, f"decode {host}, not {TRITON}: {reason}"
+
+
+def _precisions(name: str, options: EngineOptions) -> Precisions:
+    """Return the precisions that the options ask for.
+
+    Raises:
+        UnsupportedModelError: a model on this machine has parts that the back end does not compute.
+            That comes before advice to install it.
+        OptionError, ProviderError: see `select`.
+    """
+    try:
+        return precisions_of(options)
+    except EdgeLLMError:
+        config = config_here(name)
+        if config is not None:
+            select(options, config)
+        raise
+
+
+def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
+    """Return why the GPU that `auto` would take cannot decode; None: it can, or is not taken."""
+    selection = select(options, bundle.config)
+    if options.decode != AUTO or options.prefill == TRITON:
+        return None
+    if selection.decode != TRITON:
+        gpu = select(options).decode == TRITON
+        return why_not(TRITON, bundle.config) if gpu else None
+    try:
+        place = device.require()
+    except ProviderError as error:
+        return str(error).removeprefix(f"{TRITON}: ")
+    needed = {
+        "for weights": bundle.manifest.files[f"{PACKED}/{WEIGHTS_FILE}"].bytes,
+        "for the KV cache": estimate(bundle, options, selection).kv_cache,
+    }
+    return device.too_large(place, needed)
