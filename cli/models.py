@@ -9,7 +9,7 @@ import click
 from edgellm.cli.export import report
 from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
-from edgellm.cli.text import spelled_out
+from edgellm.cli.text import copies_text, spelled_out
 from edgellm.models import (
     KNOWN,
     ModelDescription,
@@ -129,6 +129,8 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         f"about {needed.total / 1e6:.0f} MB (weights {needed.weights / 1e6:.0f}, KV cache "
         f"{needed.kv_cache / 1e6:.0f} when full)",
     )
+    for way, copies in model.copies.items():
+        yield "weights held", f"prefill {way}: {copies_text(copies)}"
     yield "made with", ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
 
 
