@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1, Moonlight: attention over latents; experts chosen by their sigmoids, in groups.
+"""DeepSeek-V3, R1 and Moonlight: attention over latents; experts of groups, by their sigmoids.
 
 A layer that predicts further tokens comes behind the model's own, and is not read.
 """

@@ -74,7 +74,7 @@ def test_a_folder_of_deepseek_v3(tmp_path: Path) -> None:
     plain = load_file(tmp_path / "model.safetensors")
     coded: dict[str, np.ndarray] = dict(plain)
     for name in plain:
-        if name.endswith("_proj.weight") or name.endswith("_mqa.weight"):
+        if name.endswith(("_proj.weight", "_mqa.weight")):
             parts, values = fp8(RNG, *plain[name].shape, block=(40, 48))
             plain[name] = np.ascontiguousarray(values)
             coded |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}

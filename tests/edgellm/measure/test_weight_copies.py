@@ -81,9 +81,7 @@ def test_no_copy_is_opened_twice(
     monkeypatch.setattr(manifest.np, "memmap", mapping)
     llm = load(str(bundle.path), prefill="cpu", precision=precision, decode="native")
     llm.generate(TOKENS, max_tokens=2, ignore_eos=True)
-    assert sorted(opened) == [
-        bundle.path / precision / f"{index:03}.onnx" for index in range(3)
-    ]
+    assert sorted(opened) == [bundle.path / precision / f"{index:03}.onnx" for index in range(3)]
     folders = [path.parent.name for path in mapped]
     assert folders.count("packed") == 1
     assert set(folders) <= {"packed", "keys"}
