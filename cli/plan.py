@@ -8,9 +8,10 @@ from itertools import groupby
 import click
 
 from edgellm import LLM, LoadArguments, load
+from edgellm.cli.models import copies_text
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
-from edgellm.cli.text import copies_text, spelled_out
+from edgellm.cli.text import spelled_out
 from edgellm.errors import OptionError
 from edgellm.measure.explain import (
     Machine,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from edgellm.errors import OptionError
-from edgellm.models import HOST, Copy
 
 # C0 but tab and line feed, DEL, and C1: among them is every first character of an escape sequence.
 _CONTROLS = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)))
@@ -66,18 +64,6 @@ def process_escapes(text: str) -> str:
 def spelled_out(text: str) -> str:
     """Spell out the unprintable characters of a line from a file, such as a terminal's escapes."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def copies_text(copies: Sequence[Copy]) -> str:
-    """Return the megabytes of copies of weights on the host and on a device, by their owners."""
-    parts = []
-    for host in (True, False):
-        here = [copy for copy in copies if (copy.place == HOST) == host]
-        if here:
-            owners = ", ".join(f"{copy.owner} {copy.bytes / 1e6:.1f}" for copy in here)
-            total = sum(copy.bytes for copy in here) / 1e6
-            parts.append(f"{total:.1f} MB{'' if host else ' on the device'} ({owners})")
-    return "; ".join(parts)
 
 
 def say(message: str) -> None:
