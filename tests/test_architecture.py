@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import os
@@ -72,8 +73,13 @@ def python_files(folder: str) -> Iterator[Path]:
         yield from (Path(parent) / name for name in names if name.endswith(".py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -135,7 +141,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_the_command_line_is_made_of_the_public_api() -> None:
     wrong = []
     for path in python_files("cli"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [(node.module, alias.name) for alias in node.names]
             elif isinstance(node, ast.Import):
@@ -277,7 +283,7 @@ def test_files_and_functions_stay_small() -> None:
                 large.append(f"{path} has {text.count(chr(10))} lines")
             if folder == "kernels":
                 continue
-            for node in ast.walk(ast.parse(text)):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.FunctionDef):
                     length = (node.end_lineno or 0) - node.lineno + 1
                     if length > 80:
@@ -296,7 +302,7 @@ def test_docstrings_say_what_they_are_about() -> None:
     for path in (path for folder in FOLDERS for path in python_files(folder)):
         text = path.read_text(encoding="utf-8")
         wrong += [f"{path}: {found}" for found in words.findall(text)]
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 docstring = ast.get_docstring(node) or ""
                 wrong += [f"{path}: {docstring[:60]}"] if openers.match(docstring) else []

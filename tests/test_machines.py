@@ -39,6 +39,15 @@ def bundle(model: Path) -> str:
     return str(load(str(model)).engine.bundle.path)
 
 
+# A process that a test starts has the cores of the test's worker, perhaps one.
+ON_ALL_CORES = """
+    import os
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, range(os.cpu_count()))
+    """
+
+
 def answer(before: str, model: str, **environment: str) -> str:
     """The tokens of a process that does something before it loads the model."""
     return run_python(dedent(before) + dedent(ANSWER), model, **environment)
@@ -48,6 +57,7 @@ def test_an_answer_without_what_only_unix_has(bundle: str) -> None:
     assert answer(WITHOUT_UNIX, bundle) == f"{tiny_answer.TOKENS}\n"
 
 
+@pytest.mark.slow
 def test_all_modules_can_be_imported_without_what_only_unix_has() -> None:
     """Those of the command line that need a terminal of Unix are imported where there is one."""
     code = """
@@ -93,7 +103,7 @@ def test_an_answer_with_another_instruction_set(bundle: str, isa: str) -> None:
     found.edgellm_set_isa(before)
     if not is_here:
         pytest.skip(f"this processor has no {isa}")
-    assert answer("", bundle, EDGELLM_CPU_ISA=isa) == f"{tiny_answer.TOKENS}\n"
+    assert answer(ON_ALL_CORES, bundle, EDGELLM_CPU_ISA=isa) == f"{tiny_answer.TOKENS}\n"
 
 
 def test_an_answer_without_compiled_kernels(model: Path) -> None:

@@ -59,6 +59,8 @@ _TYPES = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
+# Constants of kernels that are sizes of a model.
+_SIZES = {"HEAD_DIM", "WIDTH", "BLOCK", "GROUPS", "GROUP", "SPAN", "HADAMARD", "FIELDS"}
 _WARPS = 4
 
 
@@ -197,8 +199,11 @@ def compile_for(launch: Launch, target: str) -> Usage:
 @click.option("--formats", default=",".join(get_args(KVFormat)), help="Of the KV cache.")
 @click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
 @click.option("--loops", is_flag=True, help="Count the instructions of the longest loop.")
+@click.option("--once", is_flag=True, help="Leave out what differs in sizes alone.")
 @click.argument("targets", nargs=-1)
-def main(*, models: str, formats: str, kinds: str, loops: bool, targets: Sequence[str]) -> None:
+def main(
+    *, models: str, formats: str, kinds: str, loops: bool, once: bool, targets: Sequence[str]
+) -> None:
     """Print a line for each kernel and target such as sm_90.
 
     Fails if a kernel spills registers, or needs more shared memory than such a device has.
@@ -207,8 +212,7 @@ def main(*, models: str, formats: str, kinds: str, loops: bool, targets: Sequenc
     every = {model: _all_launches(model, formats, kinds) for model in models.split(",")}
     tasks = [
         (model, index, target)
-        for model, launched in every.items()
-        for index in range(len(launched))
+        for model, index in _chosen(every, once=once)
         for target in targets or TARGETS
     ]
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
@@ -227,6 +231,18 @@ def main(*, models: str, formats: str, kinds: str, loops: bool, targets: Sequenc
                 counts = ", ".join(f"{name} {count}" for name, count in usage.loop.items())
                 print(f"    {sum(usage.loop.values())} in the loop: {counts}")
     sys.exit(int(failures > 0))
+
+
+def _chosen(every: Mapping[str, Sequence[Launch]], *, once: bool) -> Iterator[tuple[str, int]]:
+    """Yield models and indices of their launches; `once` leaves out those of other sizes alone."""
+    seen = set[object]()
+    for model, launched in every.items():
+        for index, launch in enumerate(launched):
+            settings = [each for each in launch.constants if each[0] not in _SIZES]
+            key = (launch.name, launch.signature, tuple(settings))
+            if not once or key not in seen:
+                yield model, index
+            seen.add(key)
 
 
 @cache

@@ -176,7 +176,7 @@ def test_why_an_answer_ended(cli: Cli, tiny_bundle: str) -> None:
         pytest.param("<&-", 2, "prompt is empty", marks=pytest.mark.slow),
         ("-p a --raw -n 2 >&-", 1, "standard output is closed"),
         pytest.param("-p a --raw -n 2 2>&-", 0, "", marks=pytest.mark.slow),
-        ("-p a --raw -n 2 <&- 2>&-", 0, ""),
+        pytest.param("-p a --raw -n 2 <&- 2>&-", 0, "", marks=pytest.mark.slow),
     ],
 )
 def test_closed_streams(tiny_bundle: str, redirection: str, code: int, words: str) -> None:
@@ -387,7 +387,10 @@ def test_an_error_that_ctrl_c_became(error: Exception, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--version"], 0), (["run", "no-such-model", "x"], 1), (["run", "-p", ""], 2)],
+    [
+        (["run", "no-such-model", "x"], 1),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((["--version"], 0), (["run"], 2))),
+    ],
     ids=str,
 )
 def test_exit_codes_of_a_process(process: Cli, arguments: list[str], code: int) -> None:

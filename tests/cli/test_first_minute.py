@@ -224,7 +224,7 @@ def test_no_escape_codes_on_a_dumb_terminal(shell: Shell) -> None:
                 "--no-stats | tee log",
             ],
         ),
-        "--no-stats | head -1",
+        slow("--no-stats | head -1"),
     ],
 )
 def test_answer_through_other_streams(shell: Shell, redirection: str) -> None:
@@ -255,7 +255,7 @@ def test_reader_that_wants_one_line(shell: Shell) -> None:
     [
         slow("edgellm run $MODEL <&-", 2, "the prompt is empty"),
         slow(f"{PARIS} >&-", 1, "standard output"),
-        pytest.param(f"{PARIS} >/dev/full", 1, "No space left", marks=needs_full_device),
+        slow(f"{PARIS} >/dev/full", 1, "No space left", marks=needs_full_device),
         slow("edgellm --help >/dev/full", 1, "No space left", marks=needs_full_device),
         slow('edgellm run "What is 2+2?"', 1, "edgellm run -p 'What is 2+2?'"),
         slow("edgellm run no-such-model.gguf", 1, "no such file"),

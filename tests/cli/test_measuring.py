@@ -102,11 +102,11 @@ def test_doctor_says_what_failed_and_what_to_do(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["bench", "-n", "1000", "-r", "1000"],
         ["perplexity", "TEXT", "--window", "16"],
         *(
             pytest.param(arguments, marks=pytest.mark.slow)
             for arguments in (
+                ["bench", "-n", "1000", "-r", "1000"],
                 ["perplexity", "TEXT", "--window", "16", "--through", "decode"],
                 ["quality"],
                 ["quality", "-f", "TEXT", "--window", "16", "--max-windows", "1000"],

@@ -25,6 +25,7 @@ from edgellm.options import EngineOptions
 from edgellm.progress import Progress
 from edgellm.store import sources
 from edgellm.store.bundle import open_bundle
+from edgellm.store.prepare import prepare
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -33,11 +34,9 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EDGELLM_HOME with the tiny model."""
     home = tmp_path_factory.mktemp("exported")
-    command = ["export", str(tiny_model), "--precisions", "packed,w8a8,int4,f32"]
-    environment = {**os.environ, "EDGELLM_HOME": str(home)}
-    subprocess.run(
-        [sys.executable, "-m", "edgellm.cli.main", *command], env=environment, check=True
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGELLM_HOME", str(home))
+        prepare(str(tiny_model), precisions=("packed", "w8a8", "int4", "f32"))
     return home
 
 

@@ -62,14 +62,14 @@ def test_gaps_and_other_prompts_in_one_batch(tiny_fim: LLM, cases: list[Case]) -
 
 
 def test_as_many_gaps_as_the_reference_fills(tiny_fim: LLM, cases: list[Case]) -> None:
-    assert exact(tiny_fim, cases) >= REFERENCE - 3
-    without_suffix = [{**case, "suffix": ""} for case in cases]
-    assert exact(tiny_fim, without_suffix) < 30
+    assert exact(tiny_fim, cases[:100]) >= 98
+    without_suffix = [{**case, "suffix": ""} for case in cases[:100]]
+    assert exact(tiny_fim, without_suffix) < 10
 
 
 @pytest.mark.parametrize("options", [{"prefill": "cpu", "precision": "f32", "decode": "reference"}])
 def test_float_graphs_fill_them_too(model: Path, cases: list[Case], options: dict) -> None:
-    assert exact(load(str(model), **options), cases[:60]) >= 58
+    assert exact(load(str(model), **options), cases[:30]) >= 28
 
 
 def test_the_tokens_are_the_family_s(tiny_fim: LLM) -> None:

@@ -101,25 +101,16 @@ def judge(errors: np.ndarray) -> None:
     assert (errors > 2 * MEDIAN).mean() < 0.3
 
 
-def answer(judge: Any, prompt: list[int], count: int) -> tuple[list[int], list[np.ndarray]]:
-    """The likeliest tokens by transformers, and the logits of each."""
-    tokens, rows = list(prompt), []
-    for _ in range(count):
-        rows.append(logits(judge, tokens)[-1])
-        tokens.append(int(rows[-1].argmax()))
-    return tokens[len(prompt) :], rows
-
-
-@pytest.mark.parametrize("first", [0, 50, 100])
-def test_greedy_tokens(judged: Judged, first: int) -> None:
-    """The same until two tokens are as likely as each other but for the error."""
-    prompt = TOKENS[first : first + 40]
-    expected, rows = answer(judged.judge, prompt, GREEDY["max_tokens"])
-    tokens = judged.llm.generate(prompt, **GREEDY).tokens
-    for ours, theirs, row in zip(tokens, expected, rows, strict=True):
-        if ours != theirs:
-            assert row[theirs] - row[ours] < MEDIAN * np.abs(row).max()
-            break
+def test_greedy_tokens(judged: Judged) -> None:
+    """Behind those before it, hardly any is less likely than another one by more than the error."""
+    less: list[float] = []
+    for first in (0, 50, 100):
+        prompt = TOKENS[first : first + 40]
+        tokens = judged.llm.generate(prompt, **GREEDY).tokens
+        rows = logits(judged.judge, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(rows, np.array(tokens)[:, None], axis=1)[:, 0]
+        less += ((rows.max(axis=1) - chosen) / np.abs(rows).max(axis=1)).tolist()
+    assert (np.array(less) > MEDIAN).mean() < 0.1
 
 
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])

@@ -296,7 +296,9 @@ def test_drafts_are_those_of_the_published_head(
     assert np.mean(np.equal(found, expected)) > 0.8
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [SAMPLED, pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["sampled", "greedy"]
+)
 def test_the_answer_is_the_same(case: tuple[str, Judge], options: dict[str, Any]) -> None:
     check_same(case[0], options)
 

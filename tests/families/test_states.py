@@ -223,7 +223,7 @@ def test_blocks_on_disk(judged: Judged, tmp_path: Path) -> None:
 def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
     """In a cache that holds not all of them at once: some wait, or are computed again."""
     prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 300, 127, 41, 200))]
-    long = {"max_tokens": 100}
+    long = {"max_tokens": 40}
     # layered: a time that few layers take, so that prompts go through a few at a time
     sizes = {"ctx_size": 512, "cache_size": 640, "time_target_ms": 1.0}
     with judged.load(scheduling=scheduling, **sizes) as llm:

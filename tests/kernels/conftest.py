@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from instruction_sets import HERE_OR_NONE
+from instruction_sets import HERE_OR_NONE, UseISA
 from profiles import load_profile
 from requirements import unavailable
 
@@ -16,7 +17,7 @@ from edgellm.kernels.native import library
 
 load_profile()
 
-UseISA = Callable[[str], ctypes.CDLL]
+_CORES = max(2, os.cpu_count() or 1)
 
 
 @pytest.fixture
@@ -44,15 +45,24 @@ def compiled(request: pytest.FixtureRequest, use_isa: UseISA) -> ctypes.CDLL:
     return use_isa(request.param)
 
 
+def _assume_cores(count: int) -> None:
+    native = library()
+    if native is not None:
+        native.edgellm_assume_cores(count)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def some_cores() -> None:
+    """Lets the kernels start a second thread, also where a worker has one core."""
+    _assume_cores(_CORES)
+
+
 @pytest.fixture
 def eight_cores() -> Iterator[None]:
     """Lets the kernels start up to eight threads, also where there are fewer cores."""
-    native = library()
-    if native is not None:
-        native.edgellm_assume_cores(8)
+    _assume_cores(8)
     yield
-    if native is not None:
-        native.edgellm_assume_cores(0)
+    _assume_cores(_CORES)
 
 
 @pytest.fixture

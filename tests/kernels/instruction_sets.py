@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from edgellm.kernels.native import ISAS, library
+
+# Gives the library with an instruction set.
+UseISA = Callable[[str], ctypes.CDLL]
 
 
 def _usable() -> tuple[str, ...]:

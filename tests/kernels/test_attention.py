@@ -4,7 +4,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SCALED, KVBlocks, allocate
 
 Attend = Callable[..., np.ndarray]
+All = Callable[[], Iterator[tuple[str, Attend]]]
 
 SHAPES = [
     # start, tokens, heads, kv_heads, head_dim
@@ -54,12 +55,23 @@ def implementation(request: pytest.FixtureRequest) -> Attend:
     return functools.partial(native.attend, request.getfixturevalue("use_isa")(request.param))
 
 
+@pytest.fixture
+def all_of_them(request: pytest.FixtureRequest) -> All:
+    """Each implementation that this machine has, by name, for what is computed once for all."""
+
+    def each() -> Iterator[tuple[str, Attend]]:
+        yield "portable", portable.attend
+        for isa in HERE:
+            yield isa, functools.partial(native.attend, request.getfixturevalue("use_isa")(isa))
+
+    return each
+
+
 def compare(
-    attend: Attend,
+    implementations: Iterable[tuple[str, Attend]],
     shape: tuple[int, ...],
     format: str,
     window: int | None,
-    tolerance: float,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -76,10 +88,12 @@ def compare(
     rules = {"window": window, "scale": scale, "softcap": softcap}
     if sinks:  # far below the scores, beside them, and far above
         rules["sinks"] = (np.linspace(-30, 30, heads) + rng.standard_normal(heads)).astype("f4")
-    found = attend(blocks, table, 1, q, start, **rules)
     stored = [read_back(blocks, table, values, length) for values in ("k", "v")]
     expected = reference.attend(q, *stored, start, **rules)
-    np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
+    for name, implementation in implementations:
+        found = implementation(blocks, table, 1, q, start, **rules)
+        allowed = tolerance(implementation, format)
+        np.testing.assert_allclose(found, expected, atol=allowed, rtol=0, err_msg=name)
 
 
 def tolerance(attend: Attend, format: str) -> float:
@@ -94,49 +108,41 @@ def tolerance(attend: Attend, format: str) -> float:
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
-def test_matches_reference(implementation: Attend, shape: tuple[int, ...], format: str) -> None:
-    compare(implementation, shape, format, None, tolerance(implementation, format))
+def test_matches_reference(all_of_them: All, shape: tuple[int, ...], format: str) -> None:
+    compare(all_of_them(), shape, format, None)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [1, 5, 64])
 @pytest.mark.usefixtures("poisoned")
-def test_sliding_window(implementation: Attend, shape: tuple[int, ...], window: int) -> None:
-    compare(implementation, shape, "int8", window, tolerance(implementation, "int8"))
+def test_sliding_window(all_of_them: All, shape: tuple[int, ...], window: int) -> None:
+    compare(all_of_them(), shape, "int8", window)
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.usefixtures("poisoned")
-def test_sinks(implementation: Attend, format: str, window: int | None) -> None:
+def test_sinks(all_of_them: All, format: str, window: int | None) -> None:
     """Past a split of the keys, and for the very first token."""
-    allowed = tolerance(implementation, format)
     for shape in ((500, 40, 8, 2, 64), (0, 1, 4, 4, 32)):
-        compare(implementation, shape, format, window, allowed, sinks=True)
+        compare(all_of_them(), shape, format, window, sinks=True)
 
 
 @pytest.mark.parametrize("format", ["int8", "f32"])
 @pytest.mark.parametrize(("scale", "softcap"), [(0.06, None), (None, 2.0), (0.2, 1.5)])
 @pytest.mark.usefixtures("poisoned")
 def test_scale_and_softcap(
-    implementation: Attend, format: str, scale: float | None, softcap: float | None
+    all_of_them: All, format: str, scale: float | None, softcap: float | None
 ) -> None:
+    shape = (100, 131, 8, 2, 96)
     for window in (None, 40):
-        compare(
-            implementation,
-            (100, 131, 8, 2, 96),
-            format,
-            window,
-            tolerance(implementation, format),
-            scale=scale,
-            softcap=softcap,
-        )
+        compare(all_of_them(), shape, format, window, scale=scale, softcap=softcap)
 
 
 @pytest.mark.usefixtures("poisoned")
 def test_one_kv_head_at_a_time_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(portable, "_SCORE_BYTES", 1)
-    compare(portable.attend, (255, 130, 6, 2, 64), "int8", None, 3e-6)
+    compare([("portable", portable.attend)], (255, 130, 6, 2, 64), "int8", None)
 
 
 def test_huge_scores_stay_finite(implementation: Attend) -> None:

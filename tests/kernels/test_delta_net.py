@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from instruction_sets import HERE, UseISA
 from random_weights import random_weight
 
 from edgellm.kernels.delta_net import DeltaNetWeights, reference
@@ -153,16 +154,17 @@ def test_the_reference_computes_what_transformers_does(
 
 
 @pytest.mark.parametrize("rows", [1, 2, 40])
-@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.usefixtures("poisoned")
 def test_native_computes_what_the_reference_does(
-    compiled: ctypes.CDLL, net: DeltaNetWeights, rows: int, begun: bool
+    use_isa: UseISA, net: DeltaNetWeights, rows: int
 ) -> None:
-    inputs, state = rows_of(net, rows), state_of(net) if begun else None
-    right, last = reference.delta_net(net, inputs, EPSILON, state)
-    out, (after,) = run(compiled, net, inputs, state, (rows,))
-    assert_near(out, right)
-    assert_near(after, last)
+    for state in (None, state_of(net)):
+        inputs = rows_of(net, rows)
+        right, last = reference.delta_net(net, inputs, EPSILON, state)
+        for isa in HERE:
+            out, (after,) = run(use_isa(isa), net, inputs, state, (rows,))
+            assert_near(out, right)
+            assert_near(after, last)
 
 
 def test_value_heads_have_the_key_heads_of_their_order() -> None:
@@ -198,33 +200,33 @@ def test_bits_do_not_depend_on_cuts_company_or_threads(
             before, first = after, end
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.usefixtures("poisoned")
 def test_a_state_may_be_written_where_it_was_read(
-    compiled: ctypes.CDLL, net: DeltaNetWeights, rows: int
+    compiled: ctypes.CDLL, net: DeltaNetWeights
 ) -> None:
-    inputs, state = rows_of(net, rows), state_of(net)
-    right, (last,) = run(compiled, net, inputs, state, (rows,))
-    out = mixed(compiled, net, inputs, [StateRows(state, [(rows, state)])], threads=2)
-    np.testing.assert_array_equal(out, right)
-    np.testing.assert_array_equal(state, last)
+    for rows in (1, 2, 5):
+        inputs, state = rows_of(net, rows), state_of(net)
+        right, (last,) = run(compiled, net, inputs, state, (rows,))
+        out = mixed(compiled, net, inputs, [StateRows(state, [(rows, state)])], threads=2)
+        np.testing.assert_array_equal(out, right)
+        np.testing.assert_array_equal(state, last)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.usefixtures("poisoned")
 def test_any_of_several_states_may_be_written_where_it_was_read(
-    compiled: ctypes.CDLL, net: DeltaNetWeights, place: int
+    compiled: ctypes.CDLL, net: DeltaNetWeights
 ) -> None:
     """Those behind it take the inputs before their rows from it, and not from what it was."""
     ends, inputs = (1, 2, 3), rows_of(net, 3)
     right, expected = run(compiled, net, inputs, state_of(net), ends)
-    found = [np.empty(net.state_size, np.float32) for _ in ends]
-    state = found[place] = state_of(net)
-    span = StateRows(state, list(zip(ends, found, strict=True)))
-    out = mixed(compiled, net, inputs, [span], threads=2)
-    np.testing.assert_array_equal(out, right)
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    for place in range(3):
+        found = [np.empty(net.state_size, np.float32) for _ in ends]
+        state = found[place] = state_of(net)
+        span = StateRows(state, list(zip(ends, found, strict=True)))
+        out = mixed(compiled, net, inputs, [span], threads=2)
+        np.testing.assert_array_equal(out, right)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
+from instruction_sets import HERE, UseISA
 from random_weights import random_weight
 
 from edgellm.kernels.linear import (
@@ -28,50 +30,53 @@ def panels_and_weight(
     return pack_weight(weight), dequantize(weight)
 
 
+# Outputs and groups of inputs -> numbers of rows.
+SHAPES = {
+    (16, 1): (1, 4, 7, 24),
+    (1, 2): (1, 5),
+    (33, 3): (1, 2, 3, 4, 7, 16, 21, 51),
+    (100, 18): (30,),
+    (289, 33): (27,),  # more than one tile of inputs, more than one run of panels
+    (40, 11): (48, 63),  # whole blocks of 16 rows, and the most of one
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("outputs", "groups", "rows"),
-    [
-        *((16, 1, rows) for rows in (1, 4, 7, 24)),
-        *((1, 2, rows) for rows in (1, 5)),
-        *((33, 3, rows) for rows in (1, 2, 3, 4, 7, 16, 21, 51)),
-        (100, 18, 30),
-        (289, 33, 27),  # more than one tile of inputs, more than one run of panels
-        *((40, 11, rows) for rows in (48, 63)),  # whole blocks of 16 rows, and the most of one
-    ],
-)
 @pytest.mark.usefixtures("poisoned")
-def test_matches_reference(
-    compiled: ctypes.CDLL, kind: str, outputs: int, groups: int, rows: int
-) -> None:
-    panels, weight = panels_and_weight(kind, outputs, groups)
-    x = np.random.default_rng(rows).standard_normal((rows, panels.inputs)).astype(np.float32)
-    expected = reference.linear(x, weight)
-    error = np.abs(linear(compiled, x, panels, threads=2) - expected)
-    assert error.max() <= 1e-6 * np.abs(weight).max() * panels.inputs
+def test_matches_reference(use_isa: UseISA, kind: str) -> None:
+    for (outputs, groups), counts in SHAPES.items():
+        panels, weight = panels_and_weight(kind, outputs, groups)
+        for rows in counts:
+            x = np.random.default_rng(rows).standard_normal((rows, panels.inputs)).astype("f4")
+            expected = reference.linear(x, weight)
+            for isa in HERE:
+                error = np.abs(linear(use_isa(isa), x, panels, threads=2) - expected)
+                allowed = 1e-6 * np.abs(weight).max() * panels.inputs
+                assert error.max() <= allowed, (isa, outputs, groups, rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [1, 9])
-def test_16_bit_activations_round_less(compiled: ctypes.CDLL, kind: str, rows: int) -> None:
+def test_16_bit_activations_round_less(use_isa: UseISA, kind: str) -> None:
     panels, weight = panels_and_weight(kind, 64, 3)
-    x = np.random.default_rng(5).standard_normal((rows, panels.inputs)).astype(np.float32)
-    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    coarse, fine = (
-        np.abs(linear(compiled, x, panels, fine=f) - exact).max() for f in (False, True)
-    )
-    assert fine < 0.01 * coarse
+    for rows, isa in itertools.product((1, 9), HERE):
+        x = np.random.default_rng(5).standard_normal((rows, panels.inputs)).astype(np.float32)
+        exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+        coarse, fine = (
+            np.abs(linear(use_isa(isa), x, panels, fine=f) - exact).max() for f in (False, True)
+        )
+        assert fine < 0.01 * coarse, (isa, rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fine", [False, True])
-def test_company_makes_no_difference(compiled: ctypes.CDLL, kind: str, fine: bool) -> None:
+def test_company_makes_no_difference(use_isa: UseISA, kind: str) -> None:
     panels, _ = panels_and_weight(kind, 48, 19)
     x = np.random.default_rng(6).standard_normal((50, panels.inputs)).astype(np.float32)
-    together = linear(compiled, x, panels, fine=fine, threads=2)
-    for row in range(50):
-        alone = linear(compiled, x[row : row + 1], panels, fine=fine)
-        np.testing.assert_array_equal(alone[0], together[row])
+    for fine, isa in itertools.product((False, True), HERE):
+        compiled = use_isa(isa)
+        together = linear(compiled, x, panels, fine=fine, threads=2)
+        for row in range(50):
+            alone = linear(compiled, x[row : row + 1], panels, fine=fine)
+            np.testing.assert_array_equal(alone[0], together[row], err_msg=f"{isa} {row}")
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-42, 1e-30, 1e30])

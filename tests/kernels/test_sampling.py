@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import HERE, UseISA
 
 from edgellm.kernels.native import library
 from edgellm.kernels.sampling import (
@@ -40,12 +42,13 @@ def test_log_sum_exp_of_what_is_ruled_out(compiled: ctypes.CDLL) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("k", [1, 2, 40, 999])
-def test_top_k(compiled: ctypes.CDLL, size: int, k: int) -> None:
+def test_top_k(use_isa: UseISA, size: int) -> None:
     scores = random_scores(size)
-    if k < size:
-        assert native.top_k(compiled, scores, k).tolist() == reference.top_k(scores, k)
-    assert portable.top_k(scores, k).tolist() == reference.top_k(scores, k)
+    for k in (1, 2, 40, 999):
+        expected = reference.top_k(scores, k)
+        assert portable.top_k(scores, k).tolist() == expected
+        for isa in HERE if k < size else ():
+            assert native.top_k(use_isa(isa), scores, k).tolist() == expected, (isa, k)
 
 
 @given(st.lists(st.sampled_from([-np.inf, -1.0, 0.0, 0.5, 7.0]), min_size=1), st.integers(1, 60))
@@ -84,31 +87,32 @@ def padded_rows(rows: int, size: int) -> np.ndarray:
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize("size", [*SIZES[:-1], 4097])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_candidates(compiled: ctypes.CDLL, rows: int, size: int, threads: int) -> None:
+def test_candidates(use_isa: UseISA, rows: int, size: int) -> None:
     logits, wanted = padded_rows(rows, size), [(40, 0, 128, 1, 2000)[r % 5] for r in range(rows)]
     expected = reference.candidates(logits, wanted)
-    ours = native.candidates(compiled, logits, wanted, threads=threads)
-    for results in (ours, portable.candidates(logits, wanted)):
+
+    def compare(results: list[tuple[float, np.ndarray]]) -> None:
         for (total, ids), (expected_total, expected_ids) in zip(results, expected, strict=True):
             assert total == pytest.approx(expected_total, abs=1e-6)
             assert ids.tolist() == expected_ids
-    assert [total for total, _ in ours] == [log_sum_exp(row) for row in logits]  # the same bits
+
+    compare(portable.candidates(logits, wanted))
+    for isa, threads in itertools.product(HERE, (1, 3)):
+        ours = native.candidates(use_isa(isa), logits, wanted, threads=threads)
+        compare(ours)
+        assert [total for total, _ in ours] == [log_sum_exp(row) for row in logits]  # the same bits
 
 
 @pytest.mark.parametrize("size", [37, 200, 4096])
-@pytest.mark.parametrize("k", [1, 3, 40])
 @pytest.mark.parametrize("values", [[1.5], [-np.inf, 2.0], [-np.inf, 0.0, 0.5, 7.0]])
-def test_equal_candidates_go_by_id(
-    compiled: ctypes.CDLL, values: list[float], k: int, size: int
-) -> None:
-    logits = np.random.default_rng(k).choice(np.array(values, np.float32), (9, size))
-    expected = [ids for _, ids in reference.candidates(logits, [k] * 9)]
-    for results in (
-        native.candidates(compiled, logits, [k] * 9),
-        portable.candidates(logits, [k] * 9),
-    ):
-        assert [ids.tolist() for _, ids in results] == expected
+def test_equal_candidates_go_by_id(use_isa: UseISA, values: list[float], size: int) -> None:
+    for k in (1, 3, 40):
+        logits = np.random.default_rng(k).choice(np.array(values, np.float32), (9, size))
+        expected = [ids for _, ids in reference.candidates(logits, [k] * 9)]
+        found = [portable.candidates(logits, [k] * 9)]
+        found += [native.candidates(use_isa(isa), logits, [k] * 9) for isa in HERE]
+        for results in found:
+            assert [ids.tolist() for _, ids in results] == expected
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -28,7 +28,7 @@ from edgellm.store.precision_support import STATIC
 
 SIZE, LAYERS = 32, 6
 # Where rows rest; each layer by itself among them.
-CUTS = [(3,), (1, 2, 5), (1, 2, 3, 4, 5)]
+CUTS = [(1, 2, 5), (1, 2, 3, 4, 5)]
 needs_native = pytest.mark.skipif(library() is None, reason="needs the native kernels")
 
 
@@ -187,8 +187,7 @@ def test_the_host_takes_no_more_than_a_tail(bundle: Path) -> None:
     assert backend.plan(75)[0].size is None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("at", [1, 20, 39])
+@pytest.mark.parametrize(("policy", "at"), [*zip(POLICIES, (1, 20, 39), strict=True)])
 def test_stopped_in_a_group(bundle: Path, policy: Policy, at: int) -> None:
     """Nothing has been counted, and the same group goes on from what rested before it."""
     llm, backend = start(bundle, precision="w8a16-qdq", schedule=policy)

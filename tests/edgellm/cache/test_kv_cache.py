@@ -177,7 +177,7 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     steps=st.lists(
         st.tuples(
@@ -275,13 +275,13 @@ def test_keys_that_are_scaled_after_rope_do_not_turn() -> None:
     check(sequence)
 
 
-@pytest.mark.parametrize("window", [1, 2, 127, 128, 129, 130, 300])
+@pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 300])
 def test_blocks_behind_the_window_are_given_back(window: int) -> None:
     config = replace(CONFIG, layers=(layer(0, window), layer(1)))
     cache = make(config=config)
     sequence = cache.sequence()
-    for _ in range(60):
-        extend(sequence, [len(sequence) % 7] * 10)
+    for _ in range(25):
+        extend(sequence, [len(sequence) % 7] * 24)
         check(sequence)
         windowed, whole = (group.pool.used for group in cache.groups)
         assert windowed <= -(-(window - 1) // BLOCK) + 1
@@ -365,8 +365,9 @@ def test_shift_without_a_free_block() -> None:
     assert len(sequence) == 300
 
 
-@pytest.mark.parametrize("forked", [False, True])
-@pytest.mark.parametrize(("keep", "discard"), [(4, 200), (130, 128), (250, 60)])
+@pytest.mark.parametrize(
+    ("forked", "keep", "discard"), [(False, 4, 200), (True, 130, 128), (True, 250, 60)]
+)
 def test_a_shift_asks_for_no_block_more_than_it_takes(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch, forked: bool, keep: int, discard: int
 ) -> None:

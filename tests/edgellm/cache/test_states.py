@@ -150,8 +150,8 @@ def draft(cache: KVCache, sequence: Sequence, token: int, guess: list[int]) -> N
         sequence.commit([token, *guess])
 
 
-@pytest.mark.parametrize("start", [0, 1, 100, 122, 126, 127, 128])
-@pytest.mark.parametrize("right", [0, 1, 3, 4, 6, 7])
+@pytest.mark.parametrize("start", [0, 122, 127])
+@pytest.mark.parametrize("right", [0, 1, 4, 7])
 def test_any_part_of_a_draft_is_dropped_and_no_more(cache: KVCache, start: int, right: int) -> None:
     tokens = tokens_of(0, 400)
     sequence = begun(cache, tokens[:start])
@@ -245,7 +245,7 @@ def test_a_rewind_finds_what_the_sequence_alone_has(cache: KVCache) -> None:
     check(cache, sequence)
 
 
-@settings(max_examples=30)  # each full cache collects garbage, 0.4 s in a large process
+@settings(max_examples=15)  # each full cache collects garbage, 0.4 s in a large process
 @given(start=st.integers(0, 300), end=st.integers(1, 690))
 def test_blocks_that_a_sequence_lacks(start: int, end: int) -> None:
     """As many are enough, and one fewer is not where one step computes all."""

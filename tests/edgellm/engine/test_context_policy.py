@@ -42,17 +42,17 @@ def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
 
 def test_an_answer_goes_on_behind_the_end_of_the_context(llm: LLM) -> None:
     with llm.session() as session:
-        session.append(TEXT[:400])
+        session.append(TEXT[:700])
         prompt = len(session.tokens)
         sampling = llm.generation_options(
-            temperature=0, max_tokens=400, ignore_eos=True, context_policy="shift", keep=8
+            temperature=0, max_tokens=160, ignore_eos=True, context_policy="shift", keep=8
         )
         answer = session.generate(options=sampling)
         assert answer.finish_reason == "length"
-        assert len(answer.tokens) == 400
-        kept = prompt + 400 - answer.stats.dropped_tokens
+        assert len(answer.tokens) == 160
+        kept = prompt + 160 - answer.stats.dropped_tokens
         assert len(session.tokens) == kept <= CTX + 1
-        assert answer.stats.dropped_tokens > CTX
+        assert answer.stats.dropped_tokens > CTX / 2  # more than once
         # nothing was computed twice
         assert sum(answer.stats.prefill.values()) == prompt
         assert session.tokens[8:] == answer.tokens[-(kept - 8) :]
@@ -111,10 +111,10 @@ def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
 
 def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
     sampling = llm.generation_options(
-        temperature=0, max_tokens=300, ignore_eos=True, context_policy="shift"
+        temperature=0, max_tokens=60, ignore_eos=True, context_policy="shift"
     )
     with llm.session() as session:
-        session.append(TEXT[:300])
+        session.append(TEXT[:700])
         session.generate(options=sampling)
         session.save(tmp_path / "session")
         tokens = session.tokens
@@ -142,15 +142,15 @@ def test_a_chat_forgets_whole_turns(llm: LLM) -> None:
         system="You are a pirate.", temperature=0, max_tokens=16, context_policy="shift"
     )
     dropped = 0
-    for i in range(12):
+    for i in range(8):
         answer = chat.send(f"Tell me something about the number {i}.")
         assert answer.stats.prompt_tokens + 16 <= CTX
         dropped += answer.stats.dropped_tokens
     assert dropped > 0
-    assert len(chat.messages) == 25
+    assert len(chat.messages) == 17
     seen = llm.engine.tokenizer.decode(chat.tokens)
     assert "You are a pirate." in seen
-    assert "the number 11." in seen
+    assert "the number 7." in seen
     assert "the number 0." not in seen
     assert seen.count("system") == 1
     # another conversation, which begins with a question too, is seen whole

@@ -206,7 +206,7 @@ def test_a_prompt_that_fills_the_cache(folder: str) -> None:
     assert_idle(llm)
 
 
-@pytest.mark.parametrize("at", [1, 3, 8])
+@pytest.mark.parametrize("at", [1, 8])
 def test_preempted_between_two_groups(
     tiny: LLM, groups: Groups, expected: list[Completion], at: int
 ) -> None:
@@ -230,24 +230,20 @@ def test_preempted_between_two_groups(
 def test_too_little_room(folder: str) -> None:
     """Blocks that were given back, or not yet written to, hold NaN; others get them meanwhile."""
     options: dict[str, Any] = {"kv_format": "f32", "ctx_size": 5 * BLOCK}
-    calls = short((prompt(i, 100 + 40 * i) for i in range(8)), max_tokens=200)
+    calls = short((prompt(i, 100 + 40 * i) for i in range(6)), max_tokens=90)
     serial = load(folder, scheduling="serial", cache_size=64 * BLOCK, **{**NATIVE, **options})
     wanted = alone(serial, calls)
-    small, preempted = start(folder, cache_size=8 * BLOCK, **options), 0
+    small = start(folder, cache_size=8 * BLOCK, **options)
     for group in small.engine.cache.groups:
         poison_given_back(group)
-    rng = random.Random(1)
-    for _ in range(2):
-        order = rng.sample(range(len(calls)), len(calls))
-        found = together(small, [calls[i] for i in order])
-        assert_same(found, [wanted[i] for i in order])
-        preempted += sum(each.stats.preempted for each in found)
-    assert preempted
+    found = together(small, calls)
+    assert_same(found, wanted)
+    assert sum(each.stats.preempted for each in found)
     assert_idle(small)
 
 
 def test_a_full_context_goes_on(folder: str) -> None:
-    shifting = {"max_tokens": 150, "context_policy": "shift", "keep": 9}
+    shifting = {"max_tokens": 90, "context_policy": "shift", "keep": 9}
     calls = short((prompt(i, 90 + 110 * i) for i in range(5)), **shifting)
     options: dict[str, Any] = {"ctx_size": 4 * BLOCK}
     serial = load(folder, scheduling="serial", **{**NATIVE, **options})
@@ -328,7 +324,7 @@ def test_one_that_fails_fails_alone(tiny: LLM, groups: Groups, expected: list[Co
     assert found == wanted
 
 
-@pytest.mark.parametrize("at", [1, 3, 6, 9])
+@pytest.mark.parametrize("at", [1, 6])
 def test_a_step_that_breaks_between_two_groups(
     tiny: LLM, groups: Groups, expected: list[Completion], at: int
 ) -> None:
@@ -380,7 +376,7 @@ def test_cancelled_at_random(tiny: LLM, expected: list[Completion]) -> None:
 def test_an_interrupt_at_any_call(folder: str) -> None:
     llm = start(folder, ctx_size=4 * BLOCK, cache_size=16 * BLOCK)
     set_costs(llm, 4e-3)
-    answers_interrupted(llm, times=50)
+    answers_interrupted(llm, times=30)
 
 
 @pytest.mark.slow

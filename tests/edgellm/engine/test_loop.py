@@ -42,7 +42,7 @@ REQUESTS: list[Call] = [
 SHIFT: dict[str, Any] = {"context_policy": "shift", "keep": 9}
 # Short prompts and long answers: what was admitted does not fit any more.
 GROWING: list[Call] = [
-    (prompt(i, 100), {"seed": i, "max_tokens": 250, "ignore_eos": True}) for i in range(9)
+    (prompt(i, 100), {"seed": i, "max_tokens": 160, "ignore_eos": True}) for i in range(6)
 ]
 
 
@@ -79,7 +79,7 @@ def test_the_best_logits_lead_to_the_same_answers_as_all(
 
     def answers() -> list[Completion]:
         forked = native.generate(REQUESTS[3][0], n=3, seed=1, max_tokens=9)
-        return [*alone(native, REQUESTS), *together(native, REQUESTS), *forked]
+        return [*alone(native, REQUESTS[:8]), *together(native, REQUESTS[:8]), *forked]
 
     counts: list[int] = []
     run = native.engine.decoder.run
@@ -125,7 +125,7 @@ def test_one_after_the_other_a_reader_that_never_comes_back_holds_nobody_up(
     tiny_model: Path,
 ) -> None:
     serial = load(str(tiny_model), ctx_size=8 * BLOCK, scheduling="serial")
-    options: dict[str, Any] = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 100, "ignore_eos": True}
     expected = [serial.generate(prompt(i, 2 * BLOCK), **options).tokens for i in (1, 2)]
     stream = serial.stream(prompt(1, 2 * BLOCK), **options)
     pieces = [next(stream)]
@@ -180,8 +180,8 @@ def test_preempted_where_computing_again_gives_other_bits(
 def test_answers_in_a_full_context_are_as_alone(native: LLM, blocks: int) -> None:
     """Contexts that shift, which cannot be computed again, give their places to each other."""
     requests = [
-        (prompt(i, 100), {"seed": i, "max_tokens": 300, "ignore_eos": True, **SHIFT})
-        for i in range(5)
+        (prompt(i, 100), {"seed": i, "max_tokens": 180, "ignore_eos": True, **SHIFT})
+        for i in range(4)
     ]
     options: dict[str, Any] = {"ctx_size": 2 * BLOCK}
     path = str(native.engine.bundle.path)
@@ -223,12 +223,12 @@ def test_a_stream_goes_on_while_others_begin(native: LLM) -> None:
 
 
 def test_a_reader_that_never_comes_back_holds_nobody_up(native: LLM) -> None:
-    stream = native.stream(prompt(1, 40), temperature=0, ignore_eos=True, max_tokens=600)
+    stream = native.stream(prompt(1, 40), temperature=0, ignore_eos=True, max_tokens=300)
     assert next(stream).token is not None
-    expected = native.generate(prompt(2, 40), temperature=0, max_tokens=300, ignore_eos=True)
-    assert len(expected.tokens) == 300
-    assert native.engine.loop.counts.decode_rows < 600  # the other one waits for its reader
-    assert len(list(stream)) >= 599
+    expected = native.generate(prompt(2, 40), temperature=0, max_tokens=150, ignore_eos=True)
+    assert len(expected.tokens) == 150
+    assert native.engine.loop.counts.decode_rows < 300  # the other one waits for its reader
+    assert len(list(stream)) >= 299
     assert used_blocks(native) == 0
 
 

@@ -285,7 +285,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(WORDS, max_size=12), st.data(), st.booleans())
 def test_cuts_change_nothing(
     form: AnswerFormat, words: list[str], data: st.DataObject, opened: bool
@@ -308,7 +308,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(max_size=5), VALUES), st.booleans(), st.integers(1, 9))
 def test_any_arguments_come_back(arguments: dict[str, Any], ascii_: bool, size: int) -> None:
     call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_)
@@ -317,7 +317,7 @@ def test_any_arguments_come_back(arguments: dict[str, Any], ascii_: bool, size: 
     assert [(name, json.loads(text)) for name, text in calls] == [("f", arguments)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(VALUES, st.integers(1, 5), st.sampled_from(["", "x", "}", ' "', ",1"]))
 def test_the_scanner_stops_at_the_end_of_a_value(value: Any, size: int, rest: str) -> None:
     text = json.dumps([value])
@@ -388,7 +388,7 @@ INSERTED = (
 )  # fmt: skip
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.sampled_from(WRITTEN), st.data(), st.booleans(), st.sampled_from([1, 7, 10**6]))
 def test_any_text_is_an_answer(
     written: tuple[AnswerFormat, str], data: st.DataObject, opened: bool, size: int

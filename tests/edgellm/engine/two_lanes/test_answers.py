@@ -110,7 +110,7 @@ def test_blocks_are_its_own_until_the_thread_is_done(
 ) -> None:
     """Blocks that were given back, or not yet written to, hold NaN."""
     llm = start(bundle_path, cache_size=8 * BLOCK, kv_format="f32")
-    calls = short(PROMPTS, max_tokens=90)
+    calls = short(PROMPTS, max_tokens=40)
     expected = alone(start(bundle_path, kv_format="f32"), calls)
     for group in llm.engine.cache.groups:
         poison_given_back(group)
