@@ -137,7 +137,7 @@ def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
 def test_the_file_that_weights_are_copied_from_leaves_memory(bundle: Bundle) -> None:
     before = resident(bundle).mapped.get("packed", 0)  # models that other tests have open
     llm = load(str(bundle.path), prefill="triton", decode="triton")
-    assert resident(bundle).mapped.get("packed", 0) == before
+    assert resident(bundle).mapped.get("packed", 0) <= before
     assert [copy.place for copy in llm.engine.memory.copies] == ["triton", "triton"]
     assert llm.engine.memory.weights == 0
 
