@@ -13,7 +13,6 @@ from pathlib import Path
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig
-from edgellm.kernels.experts import Routing
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.manifest import Manifest
@@ -58,32 +57,17 @@ def _attention(there: Callable[[Attention], bool]) -> Callable[[ModelConfig], bo
     return lambda config: any(map(there, config.attentions.values()))
 
 
-def _routing(there: Callable[[Routing], bool]) -> Callable[[ModelConfig], bool]:
-    return _layer(lambda layer: layer.experts is not None and there(layer.experts))
-
-
-def _is_clamped(layer: LayerConfig) -> bool:
-    return layer.mlp.activation == "clamped_swiglu"
-
-
 PARTS = (
-    Part("experts", _routing(lambda _: True), (*_ALONE, "cuda")),
-    Part("experts chosen by sigmoids", _routing(lambda x: x.scores == "sigmoid"), _GPU),
-    Part("groups of experts", _routing(lambda x: x.groups > 1), _GPU),
-    Part("biases of routers", _routing(lambda x: x.bias or x.selection_bias), _GPU),
-    Part("biases of experts", _layer(lambda x: bool(x.experts and x.mlp.bias)), _GPU),
-    Part("shared experts", _layer(lambda x: x.shared is not None), _GPU),
-    Part("factors of experts", _routing(lambda x: x.scaled), _GPU),
+    Part("experts", _layer(lambda x: x.experts is not None), (*_ALONE, "cuda")),
     Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
-    Part("a clamped SwiGLU", _layer(_is_clamped), _GPU),
     Part(
         "a clamped SwiGLU without experts",
-        _layer(lambda x: _is_clamped(x) and x.experts is None),
-        (*_BESIDE_HOST, *_ALONE),
+        _layer(lambda x: x.mlp.activation == "clamped_swiglu" and x.experts is None),
+        (*_BESIDE_HOST, *_ALONE, "cuda"),
     ),
     Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
     Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
-    Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
+    Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),

@@ -242,6 +242,7 @@ def combine_kernel(
     sums_ptr: tl.tensor,
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    sink_ptr: tl.tensor,
     out_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -251,6 +252,7 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SINKS: tl.constexpr,
     CODED: tl.constexpr,
     FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -268,6 +270,9 @@ def combine_kernel(
     d = tl.arange(0, WIDTH)
     largest = float("-inf")
     weight = 0.0
+    if SINKS:
+        largest = tl.load(sink_ptr + head) * 1.4426950408889634  # as the scores, for exp2
+        weight = 1.0
     total = tl.zeros([WIDTH], tl.float32)
     for split in range(splits):
         at = (first + split * tokens).to(tl.int64) * heads + head
@@ -313,6 +318,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
     coded: CodedRows | None = None,
 ) -> None:
     """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
@@ -326,6 +332,7 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        sinks: for each head a score without key and value, `[H]` float32, if any.
         coded: where results are written as codes instead, if `takes_codes`.
     """
     host = blocks.host
@@ -364,6 +371,7 @@ def attend(
         partials.sums,
         partials.largest,
         partials.weight,
+        out if sinks is None else sinks,
         out,
         out if coded is None else coded.codes,
         out if coded is None else coded.scale,
@@ -373,6 +381,7 @@ def attend(
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        SINKS=sinks is not None,
         CODED=coded is not None,
         FIELDS=ROW_FIELDS,
         num_warps=4 if blocks.format in SPREAD_VALUES else 1,

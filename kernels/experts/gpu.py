@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from edgellm.kernels.experts.gpu_router import route_kernel, score_kernel
 from edgellm.kernels.experts.routing import Routing
 from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
@@ -40,10 +41,26 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class DeviceRouter:
-    """Router of a layer, `weight` `[experts, E]` in device memory."""
+    """Router of a layer in device memory.
+
+    Attributes:
+        weight: `[experts, E]`, and a row more if the shared expert has a share: see
+            `LayerWeights.shared_router`.
+        bias: of the logits, as many as `weight` has rows, or None.
+        selection, factors: what is added to the scores in the choice alone, and factors of the
+            shares, `[experts]`, or None.
+    """
 
     weight: torch.Tensor
     sizes: ExpertSizes
+    bias: torch.Tensor | None = None
+    selection: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
+
+    @property
+    def has_share(self) -> bool:
+        """Whether the shared expert has a share, by the last logit."""
+        return len(self.weight) > self.sizes.routing.experts
 
 
 @dataclass(frozen=True)
@@ -51,7 +68,7 @@ class ExpertBuffers:
     """Buffers for the slots of a step, which layers with experts use one after the other.
 
     Attributes:
-        scores: the router's logits `[rows, experts]`.
+        scores: the router's logits `[rows, experts]`, or one more: see `DeviceRouter.weight`.
         chosen: shares of the experts that each row has, -1 for others, `[rows, experts]`.
         counts: number of slots that some rows have in each expert, `[runs of rows, experts]`.
         share, slot: share and slot of each of a row's experts, in ascending order, `[rows, used]`.
@@ -92,7 +109,7 @@ class ExpertBuffers:
 
         slots = max(coded, rows * used)
         return cls(
-            scores=floats(rows * experts),
+            scores=floats(rows * (experts + 1)),
             chosen=floats(rows * experts),
             counts=whole(triton.cdiv(rows, _ROWS) * experts),
             share=floats(rows * used),
@@ -113,155 +130,13 @@ class ExpertBuffers:
         return activated, self.out[: padded * sizes.hidden].view(padded, sizes.hidden)
 
 
-# one compilation for all numbers of rows
-@triton.jit(do_not_specialize=["rows"])
-def score_kernel(
-    x_ptr: tl.tensor,
-    norm_ptr: tl.tensor,
-    router_ptr: tl.tensor,
-    score_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    experts: tl.tensor,
-    epsilon: tl.tensor,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Compute the router's logits of ROWS rows for EXPERTS experts; the grid counts rows first."""
-    allow_next(EARLY)
-    wait_for_last(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None, None]
-    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)[None, :, None]
-    score = tl.zeros([ROWS, EXPERTS, BLOCK], tl.float32)
-    squares = tl.zeros([ROWS, 1, BLOCK], tl.float32)
-    for first in range(0, width, BLOCK):
-        k = first + tl.arange(0, BLOCK)[None, None, :]
-        x = tl.load(x_ptr + row * width + k, mask=(row < rows) & (k < width), other=0.0)
-        if NORM:
-            squares += x * x
-            x *= tl.load(norm_ptr + k, mask=k < width, other=0.0)
-        there = (expert < experts) & (k < width)
-        score += x * tl.load(router_ptr + expert * width + k, mask=there, other=0.0)
-    total = tl.sum(score, axis=2)
-    if NORM:
-        total *= 1.0 / tl.sqrt(tl.sum(squares, axis=2) / width + epsilon)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
-    known = (row < rows) & (expert < experts)
-    tl.store(score_ptr + row * experts + expert, total, mask=known)
-
-
-@triton.jit
-def best_shares(
-    score: tl.tensor,
-    there: tl.tensor,
-    scale: tl.tensor,
-    USED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-) -> tl.tensor:
-    """Return the shares of the USED best experts by logits `[R, X]`, and -1 for the others.
-
-    Of equal ones the first are taken. NaN chooses experts as well, and shows in their shares.
-    """
-    weight = tl.exp(score - tl.max(score, axis=1)[:, None])
-    # floats from 0 on are in the order of their bits
-    order = tl.where(weight == weight, weight, 0.0).to(tl.int32, bitcast=True).to(tl.int64)
-    order = order << 16 | 65535 - tl.arange(0, score.shape[1])[None, :]
-    order = tl.where(there, order, -1)
-    for _ in range(USED):
-        order = tl.where(order == tl.max(order, axis=1)[:, None], -1, order)
-    chosen = there & (order < 0)
-    whole = tl.sum(tl.where(chosen if NORMALIZED else there, weight, 0.0), axis=1)
-    return tl.where(chosen, weight * (scale / whole)[:, None], -1.0)
-
-
-# one compilation for all numbers of rows
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def route_kernel(
-    score_ptr: tl.tensor,
-    chosen_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    share_ptr: tl.tensor,
-    slot_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    table_ptr: tl.tensor,
-    rows: tl.tensor,
-    experts: tl.tensor,
-    tiles: tl.tensor,
-    scale: tl.tensor,
-    USED: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    CHOOSE: tl.constexpr,
-    PLACE: tl.constexpr,
-    PADDED: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    RUNS: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Choose the experts of ROWS rows, or give each of them a slot, or both; the grid counts rows.
-
-    Args:
-        CHOOSE, PLACE: what is done. A single program does both; of several, none can give a slot
-            before all have chosen.
-        PADDED: whether the slots of an expert begin with a tile.
-        TILE: number of slots of a tile.
-        RUNS: power of two from the number of programs on.
-    """
-    allow_next(EARLY)
-    wait_for_last(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    expert = tl.arange(0, EXPERTS)
-    each = row * experts + expert[None, :]
-    there = (row < rows) & (expert < experts)[None, :]
-    if CHOOSE:
-        score = tl.load(score_ptr + each, mask=there, other=float("-inf"))
-        share = best_shares(score, there, scale, USED, NORMALIZED)
-    else:
-        share = tl.load(chosen_ptr + each, mask=there, other=-1.0)
-    chosen = there & (share != -1.0)  # NaN is a share as well
-    one = chosen.to(tl.int32)
-    total = tl.sum(one, axis=0)
-    before = total * 0
-    if not PLACE:
-        tl.store(chosen_ptr + each, share, mask=there)
-        tl.store(count_ptr + tl.program_id(0) * experts + expert, total, mask=expert < experts)
-    else:
-        if not CHOOSE:
-            run = tl.arange(0, RUNS)[:, None]
-            known = (run < tl.cdiv(rows, ROWS)) & (expert < experts)[None, :]
-            counts = tl.load(count_ptr + run * experts + expert[None, :], mask=known, other=0)
-            total = tl.sum(counts, axis=0)
-            before = tl.sum(tl.where(run < tl.program_id(0), counts, 0), axis=0)
-        held = tl.cdiv(total, TILE)
-        begin = tl.cumsum(held, axis=0) - held
-        first = begin * TILE if PADDED else tl.cumsum(total, axis=0) - total
-        slot = (first + before)[None, :] + tl.cumsum(one, axis=0) - one
-        place = row * USED + tl.cumsum(one, axis=1) - one
-        tl.store(slot_ptr + place, slot, mask=chosen)
-        tl.store(share_ptr + place, share, mask=chosen)
-        tl.store(source_ptr + slot, row + 0 * slot, mask=chosen)
-        if tl.program_id(0) == 0:
-            for tile in range(tl.max(held, axis=0)):
-                entry_ptr = table_ptr + (begin + tile) * 3
-                left = total - tile * TILE
-                tl.store(entry_ptr, expert, mask=left > 0)
-                tl.store(entry_ptr + 1, first + tile * TILE, mask=left > 0)
-                tl.store(entry_ptr + 2, tl.minimum(left, TILE), mask=left > 0)
-            needed = tl.sum(held, axis=0)
-            for start in range(needed, tiles, EXPERTS):
-                tl.store(table_ptr + (start + expert) * 3 + 2, 0, mask=start + expert < tiles)
-
-
 @triton.jit
 def sum_kernel(
     out_ptr: tl.tensor,
     slot_ptr: tl.tensor,
     share_ptr: tl.tensor,
+    shared_ptr: tl.tensor,
+    score_ptr: tl.tensor,
     y_ptr: tl.tensor,
     norm_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -270,7 +145,10 @@ def sum_kernel(
     shift_ptr: tl.tensor,
     squares_ptr: tl.tensor,
     width: tl.tensor,
+    scores: tl.tensor,
     USED: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARE: tl.constexpr,
     ADD: tl.constexpr,
     CODED: tl.constexpr,
     NORM: tl.constexpr,
@@ -281,6 +159,8 @@ def sum_kernel(
     """Write, or add to y, GROUPS groups of what a row's slots give; the grid counts rows first.
 
     Args:
+        scores: number of logits of a row, the last one of the shared expert's share if SHARE.
+        SHARED: whether the output of a shared expert is added.
         CODED: whether y is written as codes for the next product as well; NORM, FINE: see
             `store_inputs`.
     """
@@ -298,6 +178,11 @@ def sum_kernel(
         slot = tl.load(slot_ptr + row * USED + used).to(tl.int64)
         out = tl.load(out_ptr + slot * width + k, mask=there[:, None], other=0.0)
         y += tl.load(share_ptr + row * USED + used) * out
+    if SHARED:
+        out = tl.load(shared_ptr + place, mask=there[:, None], other=0.0)
+        if SHARE:
+            out /= 1.0 + tl.exp(-tl.load(score_ptr + row * scores + scores - 1))
+        y += out
     tl.store(y_ptr + place, y, mask=there[:, None])
     if CODED:
         ptrs = codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr
@@ -318,19 +203,21 @@ def route(
         norm: weights `[E]` of an RMS norm of each row before the router.
     """
     routing, (rows, width) = router.sizes.routing, x.shape
-    few = rows <= FEW_ROWS
+    few, scores = rows <= FEW_ROWS, len(router.weight)
     # a row alone wants all processors, some rows share what they load
     shape = (1, 1, min(1024, aligned(width))) if few and not interpreted() else (16, 8, 64)
-    score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(routing.experts, shape[1]))](
+    score_kernel[(triton.cdiv(rows, shape[0]), triton.cdiv(scores, shape[1]))](
         x,
         x if norm is None else norm,
         router.weight,
+        router.weight if router.bias is None else router.bias,
         buffers.scores,
         rows,
         width,
-        routing.experts,
+        scores,
         epsilon,
         NORM=norm is not None,
+        BIAS=router.bias is not None,
         ROWS=shape[0],
         EXPERTS=shape[1],
         BLOCK=shape[2],
@@ -348,12 +235,22 @@ def route(
             buffers.slot,
             buffers.source,
             table,
+            *(
+                buffers.scores if part is None else part
+                for part in (router.selection, router.factors)
+            ),
             rows,
             routing.experts,
+            scores,
             len(table),
             routing.scale,
             USED=routing.used,
             NORMALIZED=routing.normalized,
+            SIGMOID=routing.scores == "sigmoid",
+            SELECTION=router.selection is not None,
+            SCALED=router.factors is not None,
+            GROUPS=routing.groups,
+            USED_GROUPS=routing.used_groups,
             CHOOSE=choose,
             PLACE=place,
             PADDED=few,
@@ -374,11 +271,18 @@ def route(
 
 
 def add_up(
-    buffers: ExpertBuffers, sizes: ExpertSizes, y: torch.Tensor, *, add: bool, then: Next | None
+    buffers: ExpertBuffers,
+    router: DeviceRouter,
+    y: torch.Tensor,
+    *,
+    shared: torch.Tensor | None = None,
+    add: bool,
+    then: Next | None,
 ) -> None:
     """Write the sums of what the experts of rows give into `y` `[M, E]`, or add them to it.
 
     Args:
+        shared: what the shared expert gives, if there is one, `[M, E]`; it may be `y`.
         then: what takes `y` next, as codes.
     """
     rows, width = y.shape
@@ -389,6 +293,8 @@ def add_up(
         buffers.out,
         buffers.slot,
         buffers.share,
+        y if shared is None else shared,
+        buffers.scores,
         y,
         y if norm is None else norm,
         coded.codes,
@@ -397,7 +303,10 @@ def add_up(
         coded.shift,
         coded.squares,
         width,
-        USED=sizes.routing.used,
+        len(router.weight),
+        USED=router.sizes.routing.used,
+        SHARED=shared is not None,
+        SHARE=shared is not None and router.has_share,
         ADD=add,
         CODED=then is not None,
         NORM=norm is not None,

@@ -10,7 +10,7 @@ from typing import Literal
 import triton
 import triton.language as tl
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @triton.jit
@@ -25,6 +25,19 @@ def activated(x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
     if ACTIVATION == "gelu_tanh":
         # 2 sqrt(2 / pi) = 1.5957691
         y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    if ACTIVATION == "clamped_swiglu":
+        # `minimum` would drop a NaN
+        y = tl.where(x > 7.0, 7.0, x)
+        y /= 1.0 + tl.exp(-1.702 * y)
+    return y
+
+
+@triton.jit
+def gate_factor(up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """Return what an activated gate is multiplied by, of a gated MLP's second product."""
+    y = up
+    if ACTIVATION == "clamped_swiglu":
+        y = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
     return y
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from edgellm.kernels.gpu.elementwise import activated, soft_capped
+from edgellm.kernels.gpu.elementwise import activated, gate_factor, soft_capped
 from edgellm.kernels.linear.gpu_packed import (
     group_start,
     looked_up,
@@ -34,7 +34,7 @@ def epilogue(
     UP_BIAS: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tl.tensor:
-    """Compute cap(activation(y + bias) * (up + up_bias)), with the parts that the constants name.
+    """Compute cap(activation(y + bias) * factor(up + up_bias)), as far as the constants name it.
 
     Args:
         output: indices of the outputs y, of a shape that broadcasts to that of y.
@@ -46,7 +46,7 @@ def epilogue(
     if GATED:
         if UP_BIAS:
             up += tl.load(up_bias_ptr + output, mask=output < outputs, other=0.0)
-        y *= up
+        y *= gate_factor(up, ACTIVATION)
     if CAP:
         y = soft_capped(y, cap)
     return y
@@ -233,9 +233,12 @@ def gemm_kernel(
         count = tl.load(tile_ptr + 2)
         if count == 0:
             return
-        data_ptr += panel_start(tl.load(tile_ptr) * panels, groups, KIND, 1)
+        expert = tl.load(tile_ptr)
+        data_ptr += panel_start(expert * panels, groups, KIND, 1)
         if GATED:
-            up_data_ptr += panel_start(tl.load(tile_ptr) * panels, groups, UP_KIND, 1)
+            up_data_ptr += panel_start(expert * panels, groups, UP_KIND, 1)
+        bias_ptr += expert * outputs
+        up_bias_ptr += expert * outputs
         row = tl.load(tile_ptr + 1) + tl.arange(0, ROWS)
         known = tl.arange(0, ROWS) < count
         # one that is not there is read, and not stored

@@ -350,7 +350,10 @@ def product_kernel(
         rows = tl.load(tile_ptr + 2)
         if rows == 0:
             return
-        panel += tl.load(tile_ptr) * panels
+        expert = tl.load(tile_ptr)
+        panel += expert * panels
+        bias_ptr += expert * outputs
+        up_bias_ptr += expert * outputs
         first_slot = tl.load(tile_ptr + 1)
         slot += first_slot
         if not SOURCES:

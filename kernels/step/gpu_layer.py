@@ -2,7 +2,7 @@
 
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
-there are many rows.
+there are many rows; a shared expert takes two.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from edgellm.kernels.linear.gpu import (
     DevicePackedWeights,
     Next,
     Rows,
+    Tiles,
     linear,
     stackable,
 )
@@ -54,7 +55,7 @@ class Buffers:
         x: residual `[rows, E]`.
         qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
         q, attended: queries, and outputs of attention, `[rows, H, D]`.
-        activated: inputs of down_proj, of `[rows, F]` in the layer with the largest F.
+        activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
@@ -79,8 +80,8 @@ class Buffers:
         layer, sizes = layers[0], [each for each in map(_expert_sizes, layers) if each is not None]
         hidden, width = layer.up.inputs, layer.o.inputs
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
-        plain = (each.up.outputs for each in layers if each.routing is None)
-        intermediate = max(plain, default=0)
+        alone = (each.up if each.routing is None else each.shared_up for each in layers)
+        intermediate = max((up.outputs for up in alone if up is not None), default=0)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -115,6 +116,18 @@ class Buffers:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceMlp:
+    """MLP, all experts of a layer, or a shared expert; see `LayerWeights`."""
+
+    gate: DevicePackedWeights | None
+    gate_bias: torch.Tensor | None = None
+    up: DevicePackedWeights
+    up_bias: torch.Tensor | None = None
+    down: DevicePackedWeights
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceLayer:
     """Layer with its weights in device memory, ready to `run`; see `LayerWeights`.
 
@@ -133,16 +146,13 @@ class DeviceLayer:
     projections: Sequence[DevicePackedWeights]
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
+    sinks: torch.Tensor | None
     o: DevicePackedWeights
     o_bias: torch.Tensor | None
     post_attention_norm: DeviceNorm | None
     mlp_norm: DeviceNorm | None
-    gate: DevicePackedWeights | None
-    gate_bias: torch.Tensor | None
-    up: DevicePackedWeights
-    up_bias: torch.Tensor | None
-    down: DevicePackedWeights
-    down_bias: torch.Tensor | None
+    mlp: DeviceMlp
+    shared: DeviceMlp | None
     post_mlp_norm: DeviceNorm | None
     router: DeviceRouter | None
 
@@ -173,16 +183,20 @@ class DeviceLayer:
             projections=_stacked(layer.qkv, device),
             qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, head_dim, device),
+            sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
             post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
             mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
-            gate=None if layer.gate is None else DevicePackedWeights.of(layer.gate, device),
-            gate_bias=vector(layer.gate_bias),
-            up=DevicePackedWeights.of(layer.up, device),
-            up_bias=vector(layer.up_bias),
-            down=DevicePackedWeights.of(layer.down, device),
-            down_bias=vector(layer.down_bias),
+            mlp=DeviceMlp(
+                gate=None if layer.gate is None else DevicePackedWeights.of(layer.gate, device),
+                gate_bias=vector(layer.gate_bias),
+                up=DevicePackedWeights.of(layer.up, device),
+                up_bias=vector(layer.up_bias),
+                down=DevicePackedWeights.of(layer.down, device),
+                down_bias=vector(layer.down_bias),
+            ),
+            shared=_shared(layer, device),
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
             router=_device_router(layer, device),
         )
@@ -223,11 +237,12 @@ class DeviceLayer:
         then = _next(norm, buffers, fine=True) if few else None
         if self.router is not None:
             return self._add_experts(buffers, self.router, ready=ready, then=then)
-        inner, activated = self._activate(buffers, ready=ready)
+        inputs, norm = self._inputs(self.mlp_norm, buffers)
+        inner, activated = self._activate(self.mlp, inputs, norm, buffers, ready=ready)
         return self._add(
             inner,
-            self.down,
-            self.down_bias,
+            self.mlp.down,
+            self.mlp.down_bias,
             self.post_mlp_norm,
             buffers,
             coded=activated,
@@ -280,65 +295,74 @@ class DeviceLayer:
             window=self.host.window,
             scale=self.host.scale,
             softcap=self.host.softcap,
+            sinks=self.sinks,
             coded=coded,
         )
         return coded
 
-    def _activate(self, buffers: Buffers, *, ready: bool) -> tuple[torch.Tensor, CodedRows | None]:
-        """Compute the MLP up to the inputs of `down`; return those, and their codes if they are."""
-        inputs, norm = self._inputs(self.mlp_norm, buffers)
-        gated, few = self.gate is not None, len(inputs) <= FEW_ROWS
-        activation = self.host.activation
-        assert activation != "clamped_swiglu"
-        width = self.up.outputs
-        inner = buffers.activated[: len(inputs) * width].view(-1, width)
+    def _activate(
+        self,
+        mlp: DeviceMlp,
+        inputs: torch.Tensor,
+        norm: torch.Tensor | None,
+        buffers: Buffers,
+        *,
+        ready: bool,
+        tiles: Tiles | None = None,
+    ) -> tuple[torch.Tensor, CodedRows | None]:
+        """Compute an MLP up to the inputs of `down`; return those, and their codes if they are.
+
+        Args:
+            tiles: slots of experts, if it is all of them.
+        """
+        count, room = len(inputs), buffers.experts
+        if tiles is None:
+            width, coded = mlp.up.outputs, buffers.inner
+            inner = buffers.activated[: count * width].view(-1, width)
+        else:
+            assert self.router is not None
+            assert room is not None
+            inner, coded = room.slots(self.router.sizes, count)[0], room.inner
+        gated = mlp.gate is not None
+        few = count <= FEW_ROWS
         linear(
             inputs,
-            self.up if self.gate is None else self.gate,
+            mlp.up if mlp.gate is None else mlp.gate,
             inner,
             buffers.rows,
             norm=norm,
             epsilon=self.epsilon,
-            bias=self.gate_bias if gated else self.up_bias,
-            activation=activation,
-            up=self.up if gated else None,
-            up_bias=self.up_bias if gated else None,
+            bias=mlp.gate_bias if gated else mlp.up_bias,
+            activation=self.host.activation,
+            up=mlp.up if gated else None,
+            up_bias=mlp.up_bias if gated else None,
             coded=buffers.residual if ready else None,
-            then=Next(buffers.inner) if few else None,
+            then=Next(coded) if few else None,
+            tiles=tiles,
         )
-        return inner, buffers.inner if few else None
+        return inner, coded if few else None
 
     def _add_experts(
         self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None
     ) -> bool:
-        """Add what the router's experts give; see `_add`."""
-        room = buffers.experts
+        """Add what the router's experts give, and the shared one; see `_add`."""
+        room, shared, post = buffers.experts, None, self.post_mlp_norm
         assert room is not None
         inputs, norm = self._inputs(self.mlp_norm, buffers)
-        few, gated = len(inputs) <= FEW_ROWS, self.gate is not None
-        activation = self.host.activation
-        assert activation != "clamped_swiglu"
         tiles = route(inputs, router, room, norm=norm, epsilon=self.epsilon)
-        inner, out = room.slots(router.sizes, len(inputs))
-        linear(
-            inputs,
-            self.up if self.gate is None else self.gate,
-            inner,
-            buffers.rows,
-            norm=norm,
-            epsilon=self.epsilon,
-            activation=activation,
-            up=self.up if gated else None,
-            coded=buffers.residual if ready else None,
-            then=Next(room.inner) if few else None,
-            tiles=tiles,
-        )
+        inner, coded = self._activate(self.mlp, inputs, norm, buffers, ready=ready, tiles=tiles)
+        _, out = room.slots(router.sizes, len(inputs))
         slots = replace(tiles, source=None)
-        linear(inner, self.down, out, room.rows, coded=room.inner if few else None, tiles=slots)
-        post = self.post_mlp_norm
+        linear(
+            inner, self.mlp.down, out, room.rows, bias=self.mlp.down_bias, coded=coded, tiles=slots
+        )
+        if self.shared is not None:
+            inner, coded = self._activate(self.shared, inputs, norm, buffers, ready=ready)
+            shared = buffers.states  # which has no inputs any longer
+            linear(inner, self.shared.down, shared, buffers.rows, coded=coded)
         after = then if post is None else None
         to = buffers.x if post is None else buffers.states
-        add_up(room, router.sizes, to, add=post is None, then=after)
+        add_up(room, router, to, shared=shared, add=post is None, then=after)
         if post is not None:
             normalize(to, post, buffers.x, epsilon=self.epsilon, add=True)
         return after is not None
@@ -392,11 +416,23 @@ def _expert_sizes(layer: LayerWeights) -> ExpertSizes | None:
     return ExpertSizes(layer.routing, layer.up.inputs, layer.down.inputs)
 
 
-def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
-    sizes = _expert_sizes(layer)
-    if sizes is None or layer.router is None:
+def _shared(layer: LayerWeights, device: str) -> DeviceMlp | None:
+    if layer.shared is None:
         return None
-    return DeviceRouter(on_device(layer.router, device), sizes)
+    gate, up, down = (DevicePackedWeights.of(each, device) for each in layer.shared)
+    return DeviceMlp(gate=gate, up=up, down=down)
+
+
+def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
+    sizes, weight, bias = _expert_sizes(layer), layer.router, layer.router_bias
+    if sizes is None or weight is None:
+        return None
+    if layer.shared_router is not None:
+        weight = np.concatenate([weight, layer.shared_router[None]])
+        bias = None if bias is None else np.append(bias, np.float32(0))
+    vectors = bias, layer.selection_bias, layer.expert_scale
+    on = (None if vector is None else on_device(vector, device) for vector in vectors)
+    return DeviceRouter(on_device(weight, device), sizes, *on)
 
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:

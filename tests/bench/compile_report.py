@@ -75,7 +75,10 @@ class Shape:
         gated: whether the MLP has a gate.
         biases: whether linear layers have biases.
         softcap: whether scores and logits are capped.
+        sinks: whether heads have sinks.
         routing: choice of experts; None: a layer has one MLP.
+        shared: outputs of the shared expert's up; 0: there is none.
+        share: whether the shared expert has a share.
     """
 
     hidden: int
@@ -90,11 +93,14 @@ class Shape:
     gated: bool = True
     biases: bool = False
     softcap: bool = False
+    sinks: bool = False
     routing: Routing | None = None
+    shared: int = 0
+    share: bool = False
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
-        inputs = self.hidden, self.intermediate, self.heads * self.head_dim
+        inputs = self.hidden, self.intermediate, self.heads * self.head_dim, self.shared
         return not any(size % kind.inputs_multiple for size in inputs)
 
 
@@ -115,6 +121,32 @@ SHAPES = {
     "Llama-with-biases": Shape(2048, 8192, 16, 4, 128, biases=True),
     "Qwen3-30B-A3B": Shape(
         2048, 768, 32, 4, 128, head_norms="each", routing=Routing(experts=128, used=8)
+    ),
+    "gpt-oss-20b": Shape(
+        *(2880, 2880, 64, 8, 64),
+        activation="clamped_swiglu",
+        biases=True,
+        sinks=True,
+        routing=Routing(experts=32, used=4, bias=True),
+    ),
+    "Ling-mini-2.0": Shape(
+        *(2048, 512, 16, 4, 128),
+        head_norms="each",
+        routing=Routing(
+            experts=256,
+            used=8,
+            scores="sigmoid",
+            selection_bias=True,
+            groups=8,
+            used_groups=4,
+        ),
+        shared=512,
+    ),
+    "Qwen1.5-MoE-A2.7B": Shape(
+        *(2048, 1408, 16, 16, 128),
+        routing=Routing(experts=60, used=4, normalized=False),
+        shared=5632,
+        share=True,
     ),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
@@ -391,15 +423,22 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         mlp_norm=vector(hidden, True),
         mlp_norm_bias=vector(hidden, mean),
         gate=panels(experts * intermediate, hidden) if shape.gated else None,
-        gate_bias=vector(intermediate, biases and shape.gated),
+        gate_bias=vector(experts * intermediate, biases and shape.gated),
         up=panels(experts * intermediate, hidden),
-        up_bias=vector(intermediate, biases),
+        up_bias=vector(experts * intermediate, biases),
         down=panels(experts * hidden, intermediate),
         heads=shape.heads,
-        down_bias=vector(hidden, biases),
+        down_bias=vector(experts * hidden, biases),
         post_mlp_norm=vector(hidden, post),
         router=None if shape.routing is None else np.ones((experts, hidden), np.float32),
+        router_bias=vector(experts, shape.routing is not None and shape.routing.bias),
+        selection_bias=vector(experts, shape.routing is not None and shape.routing.selection_bias),
         routing=shape.routing,
+        shared_gate=panels(shape.shared, hidden) if shape.shared else None,
+        shared_up=panels(shape.shared, hidden) if shape.shared else None,
+        shared_down=panels(hidden, shape.shared) if shape.shared else None,
+        shared_router=vector(hidden, shape.share),
+        sinks=vector(shape.heads, shape.sinks),
         head_norms=_head_norms(shape),
         activation=shape.activation,
         softcap=50.0 if shape.softcap else None,

@@ -211,7 +211,7 @@ def show_experts(shape: Shape, kind: Kind, device: str, bandwidth: float) -> Non
             "router": (choose, router.nbytes),
             "gate and up": (_bound(linear, x, first, inner, rows, **options), 2),
             "down": (_bound(linear, inner, down, out, room.rows, coded=coded, tiles=slots), 1),
-            "sum": (_bound(add_up, room, sizes, x, add=True, then=None), out.nbytes),
+            "sum": (_bound(add_up, room, on_gpu, x, add=True, then=None), out.nbytes),
         }
         held = len({int(entry[0]) for entry in tiles.table.cpu() if entry[2]})
         for name, (run, size) in steps.items():

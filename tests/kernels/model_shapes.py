@@ -257,7 +257,7 @@ HYBRIDS = {
         odd=Shape(2, 1, 48, parts=Parts(qk_norm="head", output_gate=True)),
     ),
 }
-# Shapes that Triton and graphs know of, too.
+# Shapes with routers and experts without biases, and no shared expert.
 PLAIN_EXPERTS = tuple(EXPERTS)
 # What gpt-oss has, and what DeepSeek-V3, GLM-4.5 and Qwen2-MoE have.
 EXPERTS |= {

@@ -102,7 +102,11 @@ class Sequences:
             part.fill_(float("nan"))
         out = torch.full(q.shape, float("nan"), device=device)
         tables, work = inputs.places[0].tables, inputs.work(counts)
-        gpu.attend(blocks, tables, 1, q, work, out, partials, **self._options)
+        options = {
+            name: torch.tensor(value, device=device) if name == "sinks" else value
+            for name, value in self._options.items()
+        }
+        gpu.attend(blocks, tables, 1, q, work, out, partials, **options)
         found = np.split(out.cpu().numpy(), np.cumsum(counts)[:-1])
         return list(zip(found, [self._expected[n] for n in numbers], strict=True))
 
@@ -124,6 +128,17 @@ def check(found: np.ndarray, expected: np.ndarray, format: str) -> None:
 def test_matches_reference(triton_device: str, format: KVFormat, length: int, tokens: int) -> None:
     shape = {"heads": 9, "kv_heads": 3, "head_dim": 64}
     check(*run(triton_device, format, length=length, tokens=tokens, **shape), format)
+
+
+@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize(("length", "tokens"), [(1, 1), (300, 1), (130, 16)])
+def test_sinks(triton_device: str, format: KVFormat, length: int, tokens: int) -> None:
+    """Below all scores, beside them and above them; with a window, splits without a key too."""
+    sinks = np.array([-np.inf, -3, 0, 2, 5, 30], "f4")
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 32, "window": 40, "sinks": sinks}
+    found, expected = run(triton_device, format, length=length, tokens=tokens, **shape)
+    for head in range(6):
+        check(found[:, head], expected[:, head], format)
 
 
 @pytest.mark.parametrize("format", KV_FORMATS)

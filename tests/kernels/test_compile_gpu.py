@@ -18,7 +18,10 @@ pytest.importorskip("triton")
 KERNELS = Path(edgellm.kernels.gpu.device.__file__).parent.parent
 REPORT = Path(__file__).parents[1] / "bench" / "compile_report.py"
 # Models that together have every part of a layer that a kernel is compiled for.
-MODELS = "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases"
+MODELS = (
+    "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases,"
+    "gpt-oss-20b,Ling-mini-2.0,Qwen1.5-MoE-A2.7B"
+)
 WITH_EXPERTS = "Qwen3-30B-A3B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
@@ -67,8 +70,11 @@ def test_parts_of_models_compile_and_spill_nothing(tmp_path: Path) -> None:
         "NORM=after_rope",
         "ACTIVATION=gelu_tanh",
         "ACTIVATION=silu",
+        "ACTIVATION=clamped_swiglu",
+        "GROUPS=8",
     }
-    switches = {f"{name}=True" for name in ("CAP", "BIAS", "UP_BIAS", "GATED", "LAYER", "ADD")}
+    names = "CAP BIAS UP_BIAS GATED LAYER ADD SINKS SIGMOID SELECTION SHARED SHARE"
+    switches = {f"{name}=True" for name in names.split()}
     assert parts | switches <= settings
     assert {"attention_kernel", "product_kernel"} <= {
         line[0] for line in lines if "CAP=True" in line

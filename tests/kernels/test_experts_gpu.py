@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from gpu_steps import device_step, span, tables  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels.experts import Routing, gpu, reference  # noqa: E402
+from edgellm.kernels.gpu.elementwise import Activation  # noqa: E402
 from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
 from edgellm.kernels.linear.gpu import (  # noqa: E402
     FEW_ROWS,
@@ -29,7 +31,7 @@ from edgellm.kernels.linear.gpu import (  # noqa: E402
 )
 from edgellm.kernels.linear.reference import linear as rounded  # noqa: E402
 from edgellm.kernels.quantized import dequantize  # noqa: E402
-from edgellm.kernels.step.reference import activate  # noqa: E402
+from edgellm.kernels.step.reference import gated  # noqa: E402
 
 HIDDEN, WIDTH = 64, 32
 EPSILON = 1e-5
@@ -38,6 +40,17 @@ ROUTINGS = [
     Routing(experts=8, used=2, normalized=False),
     Routing(experts=20, used=5, scale=2.5),
     Routing(experts=5, used=5),
+    Routing(
+        experts=12,
+        used=3,
+        scores="sigmoid",
+        selection_bias=True,
+        groups=4,
+        used_groups=2,
+        bias=True,
+    ),
+    Routing(experts=7, used=2, scores="sigmoid", normalized=False, scaled=True, scale=1.8),
+    Routing(experts=15, used=4, groups=3, used_groups=1, selection_bias=True, normalized=False),
 ]
 # Some in one tile, in several, and where a program has not all rows.
 COUNTS = [1, 3, 9, 31, 33, 70]
@@ -59,10 +72,19 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Experts:
-    """Random experts, dequantized ones beside them."""
+    """Random experts, dequantized ones beside them.
+
+    Those behind biased logits have biases and are clamped. Beside those chosen by sigmoids is a
+    shared one that gives its input, by a share unless theirs are normalized.
+    """
 
     sizes: gpu.ExpertSizes
     router: np.ndarray
+    bias: np.ndarray | None
+    selection: np.ndarray | None
+    factors: np.ndarray | None
+    share: np.ndarray | None
+    biases: tuple[np.ndarray | None, ...]
     packed: tuple[PackedWeights, ...]
     floats: tuple[np.ndarray, ...]
     device: str
@@ -84,7 +106,16 @@ class Experts:
         sizes = gpu.ExpertSizes(routing, hidden, width)
         weights = [random_weight(kind, *shape, rng) for shape in shapes]
         floats = tuple(dequantize(weight) for weight in weights)
-        return cls(sizes, router, tuple(map(pack_weight, weights)), floats, device)
+        flags = routing.bias, routing.selection_bias, routing.scaled
+        vectors = [rng.standard_normal(count).astype("f4") if flag else None for flag in flags]
+        shared = routing.scores == "sigmoid" and not routing.normalized
+        share = rng.standard_normal(hidden).astype("f4") / 4 if shared else None
+        biases = tuple(
+            5 * rng.standard_normal(rows).astype("f4") if routing.bias else None
+            for rows, _ in shapes
+        )
+        packed = tuple(map(pack_weight, weights))
+        return cls(sizes, router, *vectors, share, biases, packed, floats, device)
 
     @property
     def routing(self) -> Routing:
@@ -93,16 +124,31 @@ class Experts:
     def route(
         self, x: np.ndarray, norm: np.ndarray | None = None
     ) -> tuple[Tiles, gpu.ExpertBuffers]:
-        router = gpu.DeviceRouter(torch.tensor(self.router, device=self.device), self.sizes)
         buffers = gpu.ExpertBuffers.empty([self.sizes], rows=len(x), device=self.device)
         weights = None if norm is None else torch.tensor(norm, device=self.device)
         rows = torch.tensor(x, device=self.device)
-        return gpu.route(rows, router, buffers, norm=weights, epsilon=EPSILON), buffers
+        return gpu.route(rows, self.on_device, buffers, norm=weights, epsilon=EPSILON), buffers
+
+    @property
+    def on_device(self) -> gpu.DeviceRouter:
+        rows = [self.router] if self.share is None else [self.router, self.share[None]]
+        vectors = np.concatenate(rows), self.bias, self.selection, self.factors
+        weight, *others = map(self._tensor, vectors)
+        return gpu.DeviceRouter(weight, self.sizes, *others)
+
+    def _tensor(self, array: np.ndarray | None) -> torch.Tensor | None:
+        return None if array is None else torch.tensor(array, device=self.device)
+
+    def shares(self, x: np.ndarray) -> np.ndarray:
+        """By the reference, 0 of experts that are not chosen."""
+        logits = x @ self.router.T.astype("f8") + (0 if self.bias is None else self.bias)
+        return reference.shares(logits, self.routing, self.selection, self.factors)
 
     def run(self, x: np.ndarray, *, add: bool = True) -> np.ndarray:
         """What the experts give, on rows of ones if it is added."""
         tiles, buffers = self.route(x)
         gate, up, down = (DevicePackedWeights.of(packed, self.device) for packed in self.packed)
+        gate_bias, up_bias, down_bias = map(self._tensor, self.biases)
         rows = Rows.empty(*x.shape, self.device)
         inner, out = buffers.slots(self.sizes, len(x))
         few = len(x) <= FEW_ROWS
@@ -111,35 +157,50 @@ class Experts:
             gate,
             inner,
             rows,
-            activation="silu",
+            bias=gate_bias,
+            activation=self.activation,
             up=up,
+            up_bias=up_bias,
             then=Next(buffers.inner) if few else None,
             tiles=tiles,
         )
         slots = replace(tiles, source=None)
         coded = buffers.inner if few else None
-        linear(inner, down, out, buffers.rows, coded=coded, tiles=slots)
+        linear(inner, down, out, buffers.rows, bias=down_bias, coded=coded, tiles=slots)
         y = torch.ones(x.shape, device=self.device)
-        gpu.add_up(buffers, self.sizes, y, add=add, then=None)
+        shared = self._tensor(x) if self.routing.scores == "sigmoid" else None
+        gpu.add_up(buffers, self.on_device, y, shared=shared, add=add, then=None)
         return y.cpu().numpy()
 
     def expected(self, x: np.ndarray) -> np.ndarray:
         """The same by the references."""
-        shares = reference.shares(x.astype("f8") @ self.router.T.astype("f8"), self.routing)
-        total = np.ones(x.shape)
+        shares, total = self.shares(x.astype("f8")), np.ones(x.shape)
         for expert in range(self.routing.experts):
             rows = np.flatnonzero(shares[:, expert] != 0)
             if len(rows):
                 few = len(x) <= FEW_ROWS
                 total[rows] += shares[rows, expert, None] * self._mlp(expert, x[rows], few)
+        if self.routing.scores == "sigmoid":
+            share = 1 if self.share is None else 1 / (1 + np.exp(-x @ self.share[:, None]))
+            total += share * x
         return total
+
+    @property
+    def activation(self) -> Activation:
+        return "clamped_swiglu" if self.routing.bias else "silu"
 
     def _mlp(self, expert: int, x: np.ndarray, few: bool) -> np.ndarray:
         """As of an expert alone: few rows are rounded, more are not."""
-        product = rounded if few else lambda x, weight: x.astype("f8") @ weight.T
-        gate, up, down = (np.split(of, self.routing.experts)[expert] for of in self.floats)
-        inner = activate(product(x, gate), "silu") * product(x, up)
-        return product(inner.astype("f4"), down)
+
+        def product(x: np.ndarray, number: int) -> np.ndarray:
+            parts = self.floats[number], self.biases[number]
+            weight, bias = (
+                0 if part is None else np.split(part, self.routing.experts)[expert]
+                for part in parts
+            )
+            return bias + (rounded(x, weight) if few else x.astype("f8") @ weight.T)
+
+        return product(gated(product(x, 0), product(x, 1), self.activation).astype("f4"), 2)
 
 
 def rows_of(count: int, width: int = HIDDEN) -> np.ndarray:
@@ -156,7 +217,7 @@ def test_every_row_has_a_slot_in_each_of_its_experts(
     experts = Experts.random(routing, triton_device)
     tiles, buffers = experts.route(x, norm)
     normed = x / np.sqrt((x.astype("f8") ** 2).mean(-1, keepdims=True) + EPSILON) * norm
-    expected = reference.shares(normed @ experts.router.T.astype("f8"), routing)
+    expected = experts.shares(normed)
     share = buffers.share.cpu().numpy().reshape(count, routing.used)
     slot = buffers.slot.cpu().numpy().reshape(count, routing.used)
     source = buffers.source.cpu().numpy()
@@ -213,7 +274,7 @@ def test_blocked_kinds(triton_device: str, kind: str, count: int) -> None:
     np.testing.assert_allclose(found / size, expected / size, atol=5e-3)
 
 
-@pytest.mark.parametrize("routing", ROUTINGS[1:3], ids=str)
+@pytest.mark.parametrize("routing", [*ROUTINGS[1:3], *ROUTINGS[4:]], ids=str)
 def test_a_row_does_not_depend_on_the_others(triton_device: str, routing: Routing) -> None:
     """Not even if they are not numbers."""
     experts, x = Experts.random(routing, triton_device), rows_of(8)
@@ -237,16 +298,31 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     assert np.isnan(found[7]).all()
 
 
-@pytest.mark.parametrize("name", model_shapes.PLAIN_EXPERTS)
+# Triton does not compute the MLP of a layer beside experts.
+SHAPES = {name: shape for name, shape in model_shapes.EXPERTS.items() if not shape.parts.beside}
+
+
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_models_match_reference(triton_device: str, name: str) -> None:
     """One token, some, and one again; rounding may choose another expert, so by the median row."""
-    model = random_model.Model(model_shapes.EXPERTS[name])
-    step = device_step(model, "f32", triton_device)
-    results = []
-    for start, end in ((0, 1), (1, 9), (9, 10)):
-        results.append(step.run([span(tables(model), model.tokens, start, end)]))
-    expected = model.reference(10, "f32")
+    compare(SHAPES[name], (0, 1, 9, 10), triton_device)
+
+
+@pytest.mark.parametrize("name", ["biases, sinks and a clamp", "a shared expert by its share"])
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_prompts_match_reference(triton_device: str, name: str) -> None:
+    """More rows than are coded."""
+    compare(replace(SHAPES[name], layers=1), (0, FEW_ROWS + 1), triton_device)
+
+
+def compare(shape: model_shapes.Shape, ends: tuple[int, ...], device: str) -> None:
+    model = random_model.Model(shape)
+    step = device_step(model, "f32", device)
+    results = [
+        step.run([span(tables(model), model.tokens, *part)]) for part in itertools.pairwise(ends)
+    ]
+    expected = model.reference(ends[-1], "f32")
     for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
         of_rows = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
         assert np.median(of_rows) < 0.1

@@ -21,6 +21,7 @@ from model_shapes import Parts  # noqa: E402
 from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels import rope  # noqa: E402
+from edgellm.kernels.experts import Routing  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
     KVFormat,
@@ -205,6 +206,7 @@ def test_the_best_logits_are_capped_as_well(triton_device: str, name: str) -> No
         (Parts(norms="post"), 4, 2),
         (Parts(norms="sandwich"), 4, 2),
         (Parts(layer_norm=True, gated=False), 4, 2),
+        (Parts(routing=Routing(experts=2, used=1), shared=32), 6, 0),
     ],
 )
 def test_only_norms_that_no_product_computes_are_launches(

@@ -23,6 +23,7 @@ from edgellm.errors import BundleError, OptionError, UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.layer_config import SharedExpert
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.linear import packed_shape, unpack_weight
 from edgellm.kernels.quantized import KINDS, dequantize
@@ -232,10 +233,12 @@ def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         select(EngineOptions(decode="triton", prefill="native"), CONFIG)
 
 
-def test_a_router_that_a_gpu_does_not_know(exported: Exported) -> None:
+def test_a_part_that_a_gpu_does_not_know(exported: Exported) -> None:
     assert why_not("triton", CONFIG) is None
-    config = with_layers(exported.bundle.config, replace(ROUTING, scores="sigmoid"))
-    words = "it has experts chosen by sigmoids, which triton does not compute"
+    shared = SharedExpert(intermediate=32, beside=True)
+    layers = (replace(x, norms="sandwich", shared=shared) for x in exported.bundle.config.layers)
+    config = replace(exported.bundle.config, layers=tuple(layers))
+    words = "it has an MLP beside experts, which triton does not compute"
     assert why_not("triton", config) == words
     for option in ({"decode": "triton"}, {"prefill": "triton"}):
         with pytest.raises(UnsupportedModelError, match=rf"is 'triton'.*qwen3_moe: {words}. Take"):

@@ -29,15 +29,16 @@ LAYER = CONFIG.layers[0]
 ROUTED = replace(LAYER, experts=Routing(experts=4, used=2))
 NETS = {"key_heads": 1, "value_heads": 1, "key_dim": 16, "value_dim": 32}
 MAMBA = Mamba2(heads=2, head_dim=16, state_dim=16, groups=1, taps=4, norm_eps=1e-5)
-# Fields that all precisions and back ends compute; others are parts of the table.
+# Fields that all precisions and back ends compute, those of experts where there are experts; others
+# are parts of the table.
 EVERYWHERE: dict[type, set[str]] = {
-    LayerConfig: {"mlp"},
+    LayerConfig: {"mlp", "shared"},
     Mlp: {"intermediate", "gated", "bias"},
     Attention: {
         *("heads", "kv_heads", "head_dim", "rope", "window", "scale", "qk_norm", "softcap"),
         *("qkv_bias", "output_bias"),
     },
-    Routing: {"experts", "used", "normalized", "scale"},
+    Routing: {field.name for field in fields(Routing)},
     SharedExpert: {"intermediate", "routed"},
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
@@ -54,19 +55,10 @@ def attention(**changes: Any) -> ModelConfig:
     return layer(mixer=replace(LAYER.attention, **changes))
 
 
-def routing(**changes: Any) -> ModelConfig:
-    assert ROUTED.experts is not None
-    return layer(ROUTED, experts=replace(ROUTED.experts, **changes))
-
-
 NORMED = {"qk_norm": "head"}
 # Field of a config -> a model with it, and the part that it is.
 CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     (LayerConfig, "experts"): (layer(ROUTED), "experts"),
-    (LayerConfig, "shared"): (
-        layer(ROUTED, shared=SharedExpert(intermediate=32)),
-        "shared experts",
-    ),
     (SharedExpert, "beside"): (
         layer(ROUTED, norms="sandwich", shared=SharedExpert(intermediate=32, beside=True)),
         "an MLP beside experts",
@@ -88,12 +80,6 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
         attention(kv_heads=1, scale=0.1, latent=Latent(rank=64, key=32, value=32)),
         "attention over latents",
     ),
-    (Routing, "groups"): (routing(groups=2), "groups of experts"),
-    (Routing, "used_groups"): (routing(groups=2), "groups of experts"),
-    (Routing, "scores"): (routing(scores="sigmoid"), "experts chosen by sigmoids"),
-    (Routing, "bias"): (routing(bias=True), "biases of routers"),
-    (Routing, "scaled"): (routing(scaled=True), "factors of experts"),
-    (Routing, "selection_bias"): (routing(selection_bias=True), "biases of routers"),
     (ModelConfig, "norm"): (replace(CONFIG, norm="layer"), "layer norms"),
     (ModelConfig, "backbone"): (
         replace(
