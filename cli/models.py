@@ -11,7 +11,9 @@ from edgellm.cli.options import model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
 from edgellm.models import (
+    HOST,
     KNOWN,
+    Copy,
     ModelDescription,
     PrecisionDescription,
     delete_model,
@@ -129,7 +131,21 @@ def _lines(model: ModelDescription) -> Iterator[tuple[str, str]]:
         f"about {needed.total / 1e6:.0f} MB (weights {needed.weights / 1e6:.0f}, KV cache "
         f"{needed.kv_cache / 1e6:.0f} when full)",
     )
+    for way, copies in model.copies.items():
+        yield "weights held", f"prefill {way}: {copies_text(copies)}"
     yield "made with", ", ".join(f"{k} {v}" for k, v in manifest.versions.items())
+
+
+def copies_text(copies: Sequence[Copy]) -> str:
+    """Return the megabytes of copies of weights on the host and on a device, by their owners."""
+    parts = []
+    for host in (True, False):
+        here = [copy for copy in copies if (copy.place == HOST) == host]
+        if here:
+            owners = ", ".join(f"{copy.owner} {copy.bytes / 1e6:.1f}" for copy in here)
+            total = sum(copy.bytes for copy in here) / 1e6
+            parts.append(f"{total:.1f} MB{'' if host else ' on the device'} ({owners})")
+    return "; ".join(parts)
 
 
 def _sizes(values: Iterable[int]) -> str:

@@ -8,6 +8,7 @@ from itertools import groupby
 import click
 
 from edgellm import LLM, LoadArguments, load
+from edgellm.cli.models import copies_text
 from edgellm.cli.options import load_options, model_argument
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.text import spelled_out
@@ -19,6 +20,7 @@ from edgellm.measure.explain import (
     chunks_of,
     forecasts,
     limits,
+    resident,
     time_prompt,
     usual_choice,
 )
@@ -44,6 +46,7 @@ def plan(*, name: str, prompt_length: int, load_arguments: LoadArguments) -> Non
     _show_chunks(llm, prompt_length)
     _show_measured(llm, prompt_length)
     _show_limits(llm, prompt_length)
+    _show_memory(llm)
     choice = usual_choice(llm.engine)
     click.echo(f"--prefill auto takes {choice.prefill}: {choice.reason}")
 
@@ -91,6 +94,17 @@ def _show_limits(llm: LLM, count: int) -> None:
         f"{work.decode_bytes / 1e6:.1f} MB a token: "
         f"{limit.decode.read_bytes / work.decode_bytes:.0f} t/s"
         + (f" (weights: {share:.2f} times their bytes in the file)" if share else "")
+    )
+
+
+def _show_memory(llm: LLM) -> None:
+    engine = llm.engine
+    click.echo(f"weights: about {copies_text(engine.memory.copies)}")
+    found = resident(engine.bundle)
+    mapped = ", ".join(f"{folder} {size / 1e6:.1f}" for folder, size in found.mapped.items())
+    click.echo(
+        f"in memory now: {found.total / 1e6:.1f} MB"
+        + (f", of which mapped from the bundle's files: {mapped}" if mapped else "")
     )
 
 

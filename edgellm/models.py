@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgellm.backends.providers import CPU, PROVIDERS
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import Selection, precisions_of, select
-from edgellm.engine.memory import MemoryEstimate, estimate
+from edgellm.engine.memory import HOST, Copy, MemoryEstimate, estimate, weight_copies
 from edgellm.errors import BundleError, EdgeLLMError, SourceError
 from edgellm.graphs.architecture import family_of
 from edgellm.graphs.tensors import parameters, used_parameters
@@ -25,7 +27,7 @@ from edgellm.store.home import (
     locked,
 )
 from edgellm.store.manifest import MTP, imported
-from edgellm.store.precision_support import remove_precisions
+from edgellm.store.precision_support import needs_host, remove_precisions
 from edgellm.store.prepare import prepare
 from edgellm.store.sources import (
     ALIASES,
@@ -40,8 +42,10 @@ from edgellm.store.sources import (
 __all__ = [
     "ALIASES",
     "DEFAULT_MODEL",
+    "HOST",
     "KNOWN",
     "Bundle",
+    "Copy",
     "ModelDescription",
     "PrecisionDescription",
     "StoredModel",
@@ -100,6 +104,7 @@ class ModelDescription:
         used_parameters: number of those that a token uses: of the experts, where there are some,
             its own alone.
         memory: estimate with a full KV cache.
+        copies: copies of weights that are kept, by the way in which prompts are computed.
         mtp_bytes: size of its head that predicts further tokens, for drafts; 0: the bundle lacks
             the head that models of its family have; None: they have none.
     """
@@ -109,6 +114,7 @@ class ModelDescription:
     used_parameters: int
     precisions: tuple[PrecisionDescription, ...]
     memory: MemoryEstimate
+    copies: Mapping[str, tuple[Copy, ...]]
     mtp_bytes: int | None = None
 
 
@@ -156,7 +162,22 @@ def describe(
     needed = estimate(bundle, options, selection)
     precisions = tuple(_precisions(bundle, selection))
     counts = parameters(bundle.config), used_parameters(bundle.config)
-    return ModelDescription(bundle, *counts, precisions, needed, _mtp_bytes(bundle))
+    copies = dict(_copies(bundle, selection))
+    return ModelDescription(bundle, *counts, precisions, needed, copies, _mtp_bytes(bundle))
+
+
+def _copies(bundle: Bundle, usual: Selection) -> Iterator[tuple[str, tuple[Copy, ...]]]:
+    """Iterate over the usual back ends, and those with each precision of chunks in the bundle."""
+    yield usual.prefill, weight_copies(bundle, usual)
+    decode = NATIVE if needs_host(bundle.config) else usual.decode
+    for name in bundle.manifest.precisions:
+        takers = [each for each, provider in PROVIDERS.items() if name in provider.precisions]
+        for prefill in takers[:2]:  # all accelerators alike
+            if (prefill, name) == (usual.prefill, usual.prefill_precision(bundle.config)):
+                continue
+            way = Selection(prefill=prefill, decode=decode, policy="serial", precision=name)
+            place = prefill if prefill == CPU else "accelerator"
+            yield f"{place} in {name}", weight_copies(bundle, way)
 
 
 def _mtp_bytes(bundle: Bundle) -> int | None:

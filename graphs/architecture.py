@@ -191,7 +191,7 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
         "bamba", "hybrid", "jamba", "mamba", "nemotronh",
         "recurrentgemma", "rwkv",
     ),
-    "latent attention (MLA)": ("deepseekv3", "minicpm3"),
+    "sparse attention (DSA)": ("deepseekv32", "deepseek32"),
     "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.

@@ -63,6 +63,18 @@ def routing_from_hf(fields: Fields, *, normalized: bool) -> Routing:
     return Routing(experts=fields.read(int, key), used=used, normalized=normalized)
 
 
+def sigmoids_from_hf(fields: Fields) -> Routing:
+    """Read experts that are chosen by their sigmoids, of some groups, with a bias (DeepSeek-V3)."""
+    return replace(
+        routing_from_hf(fields, normalized=fields.optional(bool, "norm_topk_prob") is not False),
+        scores="sigmoid",
+        selection_bias=True,
+        scale=fields.positive("routed_scaling_factor", default=1.0),
+        groups=fields.optional(int, "n_group") or 1,
+        used_groups=fields.optional(int, "topk_group") or 1,
+    )
+
+
 def sparse_layers(fields: Fields, count: int) -> list[bool]:
     """Return for each layer of a `config.json` of Qwen whether it has experts."""
     step = fields.optional(int, "decoder_sparse_step")

@@ -30,24 +30,25 @@ def require(name: str) -> None:
 def open_models(
     parts: Parts,
     precisions: Sequence[str],
-    int8_head: ModelHead | None,
+    packed_head: ModelHead | None,
     host: Host | None,
 ) -> dict[str, Model]:
     """Open the models of some precisions; return them by precision.
 
     Args:
-        int8_head: LM head that is open already, for precisions whose head is in int8.
+        packed_head: LM head and embedding in packed weights, where these are open; no precision has
+            another one beside it.
         host: what computes experts and mixers with states, of a model that has some.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
-    heads = _heads(parts, precisions, int8_head)
+    heads = {} if packed_head is not None else _heads(parts.bundle, precisions)
     norms = key_basis.open_head_norms(bundle.path, bundle.manifest.keys)
     weights = head_norms(bundle.config, norms.__getitem__)
     attention = HostAttention(bundle.config, parts.ropes, weights, _sinks(bundle))
     models: dict[str, Model] = {}
     for precision in precisions:
-        head = heads[bundle.precision(precision).head or ""]
+        head = packed_head or heads[bundle.precision(precision).head or ""]
         runs_prefill = precision == prefill_precision
         if runs_prefill and selection.prefill == CUDA:
             from edgellm.backends import cuda
@@ -103,13 +104,7 @@ def _sinks(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
     return {index: arrays[f"layers.{index}.sinks"] for index in layers}
 
 
-def _heads(
-    parts: Parts, precisions: Sequence[str], int8_head: ModelHead | None
-) -> Mapping[str, ModelHead]:
+def _heads(bundle: Bundle, precisions: Sequence[str]) -> Mapping[str, ModelHead]:
     """Open the LM heads of some precisions; return them by kind."""
-    heads: dict[str, ModelHead] = {}
-    for kind in {parts.bundle.precision(precision).head for precision in precisions}:
-        assert kind is not None
-        own = int8_head if kind == "int8" else None
-        heads[kind] = own or Head(parts.bundle, kind)
-    return heads
+    kinds = {bundle.precision(precision).head for precision in precisions}
+    return {kind: Head(bundle, kind) for kind in kinds if kind is not None}

@@ -314,6 +314,8 @@ def open_session(
 
     options = session_options()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    if provider == CPU:
+        options.add_session_config_entry("session.use_env_allocators", "1")
     providers = add_provider(options, provider, provider_options or {})
     try:
         session = ort.InferenceSession(path, options, providers=providers, enable_fallback=0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.parts import Parts
 from edgellm.kernels.gpu import device
+from edgellm.store.manifest import forget_pages
 
 if TYPE_CHECKING:
     from edgellm.backends.triton_model import TritonModel
@@ -27,4 +28,5 @@ def open_model(parts: Parts) -> tuple[TritonModel, TritonModel]:
 
     weights = open_packed_weights(parts.bundle)
     model = TritonModel(weights, parts.ropes, parts.cache, device=place)
+    forget_pages(weights.embedding.data)  # the file that all were copied from
     return model, model

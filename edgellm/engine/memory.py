@@ -6,9 +6,11 @@ import math
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import psutil
 
-from edgellm.backends.registry import NATIVE
+from edgellm.backends.providers import CPU, CUDA
+from edgellm.backends.registry import NATIVE, STEPS, TRITON
 from edgellm.backends.selection import Selection
 from edgellm.cache.groups import STEP_ROWS, cache_bytes, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
@@ -34,11 +36,36 @@ _PAGE = 4096
 _STEP = 1024
 
 
+HOST = "host"
+# Back ends whose devices have memory of their own, where they check themselves what fits.
+_OWN_MEMORY = (CUDA, TRITON)
+# Copies that ONNX Runtime keeps on the CPU, in multiples of the file: others than float32 are an
+# upper bound, with which it is repacked (w8a8: 1.5) or computed in float32 (f16: 2.0).
+_ON_CPU = {"f32": 1, "head-f32": 1}
+_REPACKED = 2
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of weights in memory.
+
+    Attributes:
+        owner: part of the bundle that they are from, or `draft` for another bundle.
+        place: `host`, or the back end in the memory of whose device they are.
+    """
+
+    owner: str
+    place: str
+    bytes: int
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Resident bytes of a loaded model with a full KV cache.
 
     Attributes:
+        weights: bytes of all copies but those of drafts, and those in a GPU's own memory.
+        copies: all copies of weights.
         ctx_size: tokens of a context.
         blocks: number of blocks in each pool of the KV cache.
         draft: bytes of the draft model beside it, or of its own head for drafts, with a full KV
@@ -53,6 +80,7 @@ class MemoryEstimate:
     base: int = _BASE_BYTES
     draft: int = 0
     adapters: int = 0
+    copies: tuple[Copy, ...] = ()
 
     @property
     def models(self) -> int:
@@ -83,13 +111,14 @@ def estimate(
             that does not hold one context, or for less memory than the experts of one token need.
     """
     config = bundle.config
-    weights = _weight_bytes(bundle, selection.precisions(config))
-    if options.expert_memory is not None and config.has_experts and selection.decode == NATIVE:
-        weights -= _experts_left_out(bundle, options.expert_memory)
-    drafts = 0 if draft is None else _weight_bytes(draft, {PACKED})
+    copies = weight_copies(bundle, selection, expert_memory=options.expert_memory)
+    weights = sum(copy.bytes for copy in copies if copy.place not in _OWN_MEMORY)
+    drafts = 0 if draft is None else _file_bytes(draft, PACKED) - _unread_bytes(draft)
     head = bundle.manifest.mtp is not None and options.draft is None and selection.decode == NATIVE
     if head:
         drafts = bundle.manifest.files[f"{MTP}/{WEIGHTS_FILE}"].bytes
+    if drafts:
+        copies = (*copies, Copy(MTP if head else "draft", HOST, drafts))
     ctx_size = _context_size(config, options, selection, weights=weights + drafts + adapters)
     blocks = _blocks(options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
@@ -112,7 +141,63 @@ def estimate(
         base=base,
         draft=drafts,
         adapters=adapters,
+        copies=copies,
     )
+
+
+def weight_copies(
+    bundle: Bundle, selection: Selection, *, expert_memory: int | None = None
+) -> tuple[Copy, ...]:
+    """Return the copies of weights that these back ends keep, without those of drafts.
+
+    Packed weights are mapped, and the native kernels read them in place: prefill, decode,
+    embedding and LM head have no other copy beside them. Graphs for a device have one for each
+    chunk size.
+
+    Raises:
+        OptionError: see `estimate`.
+    """
+    config = bundle.config
+    chosen = {selection.prefill, selection.host(config)}
+    precisions = selection.graph_precisions(config)
+    copies: list[Copy] = []
+    if NATIVE in chosen:
+        out = _unread_bytes(bundle)
+        if expert_memory is not None and config.has_experts and selection.decode == NATIVE:
+            out += _experts_left_out(bundle, expert_memory)
+        copies += _packed(bundle, HOST, out=out)
+    if TRITON in chosen:  # the host's pages go once they are copied
+        copies += _packed(bundle, TRITON)
+    for name in precisions:
+        size = _file_bytes(bundle, name)
+        if selection.prefill == CPU or name != selection.prefill_precision(config):
+            copies.append(Copy(name, HOST, size * _ON_CPU.get(name, _REPACKED)))
+        else:
+            sizes = len(bundle.precision(name).chunk_sizes)
+            owner = f"{name} in {sizes} chunk sizes"
+            copies.append(Copy(owner, selection.prefill, size * sizes))
+    if chosen.isdisjoint(STEPS):
+        for name in sorted({f"head-{bundle.precision(name).head}" for name in precisions}):
+            size = _file_bytes(bundle, name) * _ON_CPU.get(name, _REPACKED)
+            copies.append(Copy(name, HOST, size))
+    return tuple(copies)
+
+
+def _file_bytes(bundle: Bundle, folder: str) -> int:
+    return bundle.manifest.files[f"{folder}/{WEIGHTS_FILE}"].bytes
+
+
+def _packed(bundle: Bundle, place: str, *, out: int = 0) -> list[Copy]:
+    """Return the copies of packed weights.
+
+    Args:
+        out: bytes of the layers that are not there.
+    """
+    arrays = bundle.precision(PACKED).arrays
+    tables = [arrays[name] for name in ("embedding", "head") if name in arrays]
+    rows = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in tables)
+    layers = _file_bytes(bundle, PACKED) - rows - out
+    return [Copy(PACKED, place, layers), Copy("embedding and LM head", place, rows)]
 
 
 def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> EngineOptions:
@@ -208,24 +293,6 @@ def _expert_bytes(config: ModelConfig) -> int:
                 shared = 4 * hidden * floats + 3.6 * layer.shared.intermediate
             most = max(most, STEP_ROWS * (layer.experts.used * width + shared))
     return int(most)
-
-
-def _weight_bytes(bundle: Bundle, precisions: set[str]) -> int:
-    """Estimate the bytes of the weights in these precisions.
-
-    ONNX Runtime keeps a repacked copy of each weight beside the mapped file, so its weights count
-    twice. That is an upper bound: the default model, with 222 MB of weights, took 323 MB.
-    """
-    heads = {bundle.precision(precision).head for precision in precisions}
-    if PACKED in precisions:
-        heads -= {"int8"}  # packed weights have an int8 head
-    folders = [*precisions, *(f"head-{head}" for head in heads if head is not None)]
-    files = bundle.manifest.files
-    total = sum(
-        files[f"{folder}/{WEIGHTS_FILE}"].bytes * (1 if folder == PACKED else 2)
-        for folder in folders
-    )
-    return total - (_unread_bytes(bundle) if PACKED in precisions else 0)
 
 
 def _unread_bytes(bundle: Bundle) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import psutil
+
 from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
@@ -25,6 +27,7 @@ from edgellm.engine.measured import MeasuredPrompt, Samples, best_seconds, in_tu
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import CancelledError
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of
+from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
 
 __all__ = [
@@ -32,10 +35,12 @@ __all__ = [
     "Limits",
     "Machine",
     "PlannedChunk",
+    "Resident",
     "TimedPrompt",
     "chunks_of",
     "forecasts",
     "limits",
+    "resident",
     "time_prompt",
     "usual_choice",
 ]
@@ -243,6 +248,32 @@ class Limits:
     prefill: Machine
     decode: Machine
     work: Work
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Bytes of this process that are in memory.
+
+    Attributes:
+        mapped: bytes of the files of a bundle that are mapped, by folder; empty where the system
+            does not tell. A file that is mapped twice counts twice, here and in `total`.
+    """
+
+    total: int
+    mapped: Mapping[str, int]
+
+
+def resident(bundle: Bundle) -> Resident:
+    """Measure what this process has in memory, and what of it is mapped from a bundle's files."""
+    process = psutil.Process()
+    folders = {str((bundle.path / name).resolve()): name for name in bundle.manifest.files}
+    mapped: dict[str, int] = {}
+    # macOS has no such list
+    for file in process.memory_maps() if hasattr(process, "memory_maps") else ():
+        if file.path in folders and file.rss:
+            folder = folders[file.path].partition("/")[0]
+            mapped[folder] = mapped.get(folder, 0) + file.rss
+    return Resident(process.memory_info().rss, mapped)
 
 
 def chunks_of(engine: Engine, count: int) -> list[PlannedChunk]:

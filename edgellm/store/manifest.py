@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -200,6 +201,18 @@ class Manifest:
                 f"{origin}: made by another version of edgellm, or damaged ({error}); export the "
                 "model again"
             ) from None
+
+
+def forget_pages(array: NDArray[Any]) -> None:
+    """Take the file that an array is mapped from out of memory; it is read again when it is used.
+
+    Windows has no call for that: it takes pages back itself where memory is short.
+    """
+    base: Any = array
+    while base is not None and not isinstance(base, mmap.mmap):
+        base = base.base
+    if base is not None and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:

@@ -14,7 +14,7 @@ from edgellm.graphs.architecture import (
     with_attention,
 )
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
+from edgellm.graphs.experts import experts_from_gguf, sigmoids_from_hf, with_experts
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import SharedExpert
 from edgellm.graphs.models import llama
@@ -22,25 +22,15 @@ from edgellm.graphs.models import llama
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"partial_rotary_factor": 0.5, "first_k_dense_replace": 1})
-    for key in ("n_group", "topk_group"):
-        fields.require(key, 1)
     fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
     config = llama.config_from_hf(fields, partial=True)
     norms = fields.optional(bool, "use_qk_norm") or False
-    experts = routing_from_hf(
-        fields, normalized=fields.optional(bool, "norm_topk_prob") is not False
-    )
     size = fields.read(int, "moe_intermediate_size")
     dense = fields.read(int, "first_k_dense_replace")
     shared = fields.optional(int, "n_shared_experts")
     return with_experts(
         _normed(with_attention(config, lambda _, a: replace(a, output_bias=False)), norms),
-        replace(
-            experts,
-            scores="sigmoid",
-            selection_bias=True,
-            scale=fields.positive("routed_scaling_factor", default=1.0),
-        ),
+        sigmoids_from_hf(fields),
         intermediate=size,
         shared=SharedExpert(intermediate=shared * size) if shared else None,
         sparse=[index >= dense for index in range(config.layer_count)],

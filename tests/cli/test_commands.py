@@ -217,7 +217,7 @@ def test_export_ls_show_rm(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     assert "16 rounded again" in exported.stderr
     assert str(tiny_model) in cli("ls", env=env).stdout
     shown = cli("show", str(tiny_model), "--verify", env=env).stdout
-    for words in ("llama", "default prefill", "default decode", "memory"):
+    for words in ("llama", "default prefill", "default decode", "memory", "weights held"):
         assert words in shown
     folder = cli("ls", env=env).stdout.split()[-1]
     assert cli("rm", folder, env=env).returncode == 0

@@ -16,7 +16,7 @@ SPECIAL_EXPERTS = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),
     *("granitemoehybrid_experts", "qwen3_5_moe_text", "qwen3_next"),
     "gemma4_experts",
-    *("deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite"),
+    *("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite"),
 )
 DELTA_NETS = ("qwen3_5_text", "qwen3_5_text_even")
 MAMBAS = (

@@ -415,6 +415,19 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_parameters": _DEFAULT,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **_LATENT,
+            "q_lora_rank": 64,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         {

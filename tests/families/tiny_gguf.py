@@ -163,6 +163,19 @@ def glm4_lite(w: gguf.GGUFWriter) -> None:
     w.add_expert_weights_norm(True)
 
 
+def deepseek3(w: gguf.GGUFWriter) -> None:
+    yarn(w)
+    w.add_rope_scaling_yarn_log_mul(0.1)
+    latents(w, key=32)
+    w.add_q_lora_rank(64)
+    w.add_leading_dense_block_count(1)
+    w.add_expert_group_count(4)
+    w.add_expert_group_used_count(2)
+    w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    w.add_expert_weights_scale(2.5)
+    w.add_expert_weights_norm(True)
+
+
 def olmo3(w: gguf.GGUFWriter) -> None:
     yarn(w)
     w.add_rope_scaling_attn_factors(0.1 * np.log(4) + 1)
@@ -324,6 +337,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "glm4_moe": (ARCH.GLM4_MOE, glm4_moe, {}),
     "gpt_oss": (ARCH.GPT_OSS, gpt_oss, {}),
     "deepseek_v2": (ARCH.DEEPSEEK2, deepseek2, {}),
+    "deepseek_v3": (ARCH.DEEPSEEK2, deepseek3, {}),
     "glm4_moe_lite": (ARCH.DEEPSEEK2, glm4_lite, {}),
 }
 PERMUTED = (

@@ -56,7 +56,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     [
         ("llama", {"rope_parameters": {"rope_theta": 5000.0, "partial_rotary_factor": 0.5}}),
         ("qwen3", {"partial_rotary_factor": 0.5}),
-        *((name, {}) for name in ("deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite")),
+        *((name, {}) for name in ("deepseek_v2", "deepseek_v2_groups")),
+        *((name, {}) for name in ("deepseek_v3", "glm4_moe_lite")),
+        ("glm4_moe", {"n_group": 3, "topk_group": 2}),
         ("smollm3", {"sliding_window": 8, "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING]}),
     ],
 )
@@ -109,7 +111,7 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
     ("name", "gguf", "missing"),
     [
         ("phimoe", False, "a router of another kind"),
-        ("minicpm3", False, r"latent attention \(MLA\)"),
+        ("deepseek_v32", False, r"sparse attention \(DSA\)"),
         ("jamba", True, "recurrent layers"),
         ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],

@@ -60,7 +60,7 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     if name == "olmo3":
         # files of both families have one architecture
         config["model_type"] = "olmo3"
-    if name in ("mixtral", "glm4_moe_lite"):
+    if name in ("mixtral", "deepseek_v3", "glm4_moe_lite"):
         config["model_type"] = name
     # a scale that a folder says although it is the usual one
     for layer in config["layers"]:

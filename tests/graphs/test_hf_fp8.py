@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_formats import described
-from hf_weights import Parts
+from hf_weights import Parts, fp8, write_safetensors
+from safetensors.numpy import load_file, save_file
+from tiny_families import make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.graphs.tensors import model_tensors
 
 WriteModel = Callable[..., Path]
 Refuses = Callable[..., None]
@@ -62,6 +66,29 @@ def test_fp8_with_powers_of_two(write_model: WriteModel) -> None:
     config = described("fp8", weight_block_size=[128, 128], scale_fmt="ue8m0")
     tensor = open_checkpoint(write_model({KEY: parts}, config)).tensor("layers.0.k")
     np.testing.assert_array_equal(tensor.float32(), weight.astype(np.float32) / 32)
+
+
+def test_a_folder_of_deepseek_v3(tmp_path: Path) -> None:
+    """As it is released: blocks end within heads, and within tensors that are two parts."""
+    make("deepseek_v3", tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    coded: dict[str, np.ndarray] = dict(plain)
+    for name in plain:
+        if name.endswith(("_proj.weight", "_mqa.weight")):
+            parts, values = fp8(RNG, *plain[name].shape, block=(40, 48))
+            plain[name] = np.ascontiguousarray(values)
+            coded |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+    save_file(plain, tmp_path / "model.safetensors")
+    released = tmp_path / "released"
+    released.mkdir()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= described("fp8", weight_block_size=[40, 48], modules_to_not_convert=["lm_head"])
+    (released / "config.json").write_text(json.dumps(config))
+    write_safetensors(released / "model.safetensors", coded)
+    expected, opened = open_checkpoint(tmp_path), open_checkpoint(released)
+    for name in model_tensors(expected.config):
+        same = np.array_equal(opened.tensor(name).float32(), expected.tensor(name).float32())
+        assert same, name
 
 
 @pytest.mark.parametrize("size", [ROWS * COLUMNS, 1 << 40])

@@ -38,7 +38,7 @@ MIXTURES = (
     *("granitemoehybrid_experts", "granitemoehybrid_mamba", "qwen3_next", "gemma4_experts"),
 )
 # No adapter changes their attention.
-LATENTS = ("deepseek_v2", "deepseek_v2_groups", "glm4_moe_lite")
+LATENTS = ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite")
 # Folders of adapters of these are refused: factors of the model are in its config alone.
 NOT_READ = LATENTS + tuple(name for name in FAMILIES if name.startswith("falcon_h1"))
 

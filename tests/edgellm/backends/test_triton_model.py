@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from edgellm.kernels.gpu import device
 from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.measure.explain import resident
 from edgellm.options import EngineOptions
 from edgellm.results import Completion
 from edgellm.store.bundle import Bundle
@@ -129,6 +131,15 @@ def test_a_cached_prefix_serves_the_other_side(bundle: Bundle) -> None:
     assert again.tokens == first.tokens[2:]
     assert again.stats.prefill == {CPU: 1}
     assert again.stats.decode == "triton packed"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of mapped files")
+def test_the_file_that_weights_are_copied_from_leaves_memory(bundle: Bundle) -> None:
+    before = resident(bundle).mapped.get("packed", 0)  # models that other tests have open
+    llm = load(str(bundle.path), prefill="triton", decode="triton")
+    assert resident(bundle).mapped.get("packed", 0) <= before
+    assert [copy.place for copy in llm.engine.memory.copies] == ["triton", "triton"]
+    assert llm.engine.memory.weights == 0
 
 
 @pytest.mark.skipif(CPU == "cpu", reason="chunks of graphs read blocks as they go")

@@ -17,7 +17,7 @@ from edgellm.progress import Progress
 from edgellm.store.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-UNSUPPORTED = json.dumps({"model_type": "deepseek_v3"}).encode()
+UNSUPPORTED = json.dumps({"model_type": "deepseek_v32"}).encode()
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -124,7 +124,7 @@ def test_a_folder_is_downloaded_once_and_serves_offline(
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        (UNSUPPORTED, UnsupportedModelError, "'deepseek_v3' is not supported"),
+        (UNSUPPORTED, UnsupportedModelError, "'deepseek_v32' is not supported"),
         (b"{", EdgeLLMError, "not readable as JSON"),
     ],
 )
