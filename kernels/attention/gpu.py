@@ -242,6 +242,7 @@ def combine_kernel(
     sums_ptr: tl.tensor,
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     out_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -251,6 +252,7 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     HADAMARD: tl.constexpr,
+    GATED: tl.constexpr,
     CODED: tl.constexpr,
     FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -282,6 +284,9 @@ def combine_kernel(
     total /= weight
     if HADAMARD > 0:
         total = spread(total, HADAMARD)
+    if GATED:
+        gate = tl.load(gate_ptr + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        total /= 1.0 + tl.exp(-gate)
     if CODED:
         EACH: tl.constexpr = WIDTH // 32
         number = tl.arange(0, EACH)
@@ -313,6 +318,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    gate: torch.Tensor | None = None,
     coded: CodedRows | None = None,
 ) -> None:
     """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
@@ -326,6 +332,7 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
+        gate: numbers whose sigmoids results are multiplied by, `[C, H * D]` float32, or None.
         coded: where results are written as codes instead, if `takes_codes`.
     """
     host = blocks.host
@@ -364,6 +371,7 @@ def attend(
         partials.sums,
         partials.largest,
         partials.weight,
+        out if gate is None else gate,
         out,
         out if coded is None else coded.codes,
         out if coded is None else coded.scale,
@@ -373,6 +381,7 @@ def attend(
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        GATED=gate is not None,
         CODED=coded is not None,
         FIELDS=ROW_FIELDS,
         num_warps=4 if blocks.format in SPREAD_VALUES else 1,
