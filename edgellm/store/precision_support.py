@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2
 from edgellm.kernels.experts import Routing
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
@@ -81,10 +81,11 @@ PARTS = (
         _layer(lambda x: _is_clamped(x) and x.experts is None),
         (*_BESIDE_HOST, *_ALONE),
     ),
-    Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
+    Part("layers with states", lambda config: config.has_states, (*_ALONE, "cuda")),
+    Part("Mamba-2 layers", _layer(lambda x: isinstance(x.state_mixer, Mamba2)), ("triton",)),
     Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, *_GPU)),
-    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
+    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
