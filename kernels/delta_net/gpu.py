@@ -127,7 +127,9 @@ def kept_share(step: tl.tensor, decay: tl.tensor) -> tl.tensor:
     power = tl.exp(tl.minimum(step, 20.0))
     above = 1.0 + power
     # log(1 + power), whose rounding of the sum is made up for
-    softplus = tl.where(above == 1.0, power, tl.log(above) * (power / tl.maximum(above - 1.0, 1e-30)))
+    softplus = tl.where(
+        above == 1.0, power, tl.log(above) * (power / tl.maximum(above - 1.0, 1e-30))
+    )
     return tl.exp(decay * tl.where(step > 20.0, step, softplus))
 
 
@@ -166,10 +168,7 @@ def recurrence_kernel(
     span_ptr += tl.program_id(0) * 4
     first, rows = tl.load(span_ptr), tl.load(span_ptr + 1)
     source = tl.load(span_ptr + 2)
-    if TILED:
-        key_head = head % key_heads
-    else:
-        key_head = head // (heads // key_heads)
+    key_head = head % key_heads if TILED else head // (heads // key_heads)
     i, c = tl.arange(0, KEYS), tl.arange(0, 32)
     known = i < KEY_DIM
     before = i < tl.where(source < 0, 0, KEY_DIM)
@@ -224,7 +223,9 @@ def finish_kernel(
     d = tl.arange(0, WIDTH)
     known = d < VALUE_DIM
     size = heads * VALUE_DIM
-    x = tl.load(mixed_ptr + (row + 1) * channels - size + head * VALUE_DIM + d, mask=known, other=0.0)
+    x = tl.load(
+        mixed_ptr + (row + 1) * channels - size + head * VALUE_DIM + d, mask=known, other=0.0
+    )
     gate = tl.load(in_ptr + row * stride + channels + head * VALUE_DIM + d, mask=known, other=0.0)
     x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / VALUE_DIM + epsilon)
     x *= tl.load(norm_ptr + d, mask=known, other=0.0) * (gate / (1.0 + tl.exp(-gate)))

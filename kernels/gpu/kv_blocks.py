@@ -135,10 +135,10 @@ class DeviceStateRows:
 
     Attributes:
         pool: pool with the states.
-        spans: `[S, STATE_SPAN_FIELDS]` int32: first row of a span, its number of rows, and the block with
-            the states before them, -1 for zeros. The last field is 0.
-        rows: `[C, STATE_ROW_FIELDS]` int32: span of a row, and the block that takes the states after it,
-            or -1.
+        spans: `[S, STATE_SPAN_FIELDS]` int32: first row of a span, its number of rows, and the
+            block with the states before them, -1 for zeros. The last field is 0.
+        rows: `[C, STATE_ROW_FIELDS]` int32: span of a row, and the block that takes the states
+            after it, or -1.
     """
 
     pool: DeviceStates
