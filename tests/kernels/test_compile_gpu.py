@@ -20,6 +20,7 @@ REPORT = Path(__file__).parents[1] / "bench" / "compile_report.py"
 # Models that together have every part of a layer that a kernel is compiled for.
 MODELS = "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases"
 WITH_EXPERTS = "Qwen3-30B-A3B"
+WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
 
@@ -44,7 +45,7 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     targets = ("sm_80", "sm_90")
     lines = report(
         tmp_path,
-        f"--models=SmolLM2-135M,{WITH_EXPERTS}",
+        f"--models=SmolLM2-135M,{WITH_EXPERTS},{WITH_STATES}",
         "--formats=int8,int4",
         "--kinds=int4_affine",
         *targets,
