@@ -253,11 +253,10 @@ class KVCache:
                 known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
             named = [(group_name(names[i], table.store), block) for i, block in known]
             with store.pin(name for name, _ in named):
-                for name, block in named:
-                    if store.has(name):
-                        continue
-                    if not store.write(name, pack(table.store.on_host([block]), [block])):
-                        return
+                lacking = [(name, block) for name, block in named if not store.has(name)]
+                blocks = table.store.on_host([block for _, block in lacking])
+                if not all(store.write(name, pack(blocks, [block])) for name, block in lacking):
+                    return
 
     def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: Root | None = None) -> int:
         """Read blocks of a prefix that the pools lack from a store, for later sequences.
