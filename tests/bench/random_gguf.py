@@ -65,7 +65,9 @@ def q4_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     """Random Q4_0 blocks `[rows, columns / 32 * 18]`: a half-precision scale and 16 bytes each."""
     blocks = np.empty((rows, columns // 32, 18), np.uint8)
     blocks[..., 2:] = rng.integers(0, 256, (rows, columns // 32, 16), dtype=np.uint8)
-    scale = np.full((rows, columns // 32), 0.2 / np.sqrt(columns), np.float16)
+    # Codes are -0.5 on average: with scales of one sign all rows would choose the same experts.
+    scale = np.where(rng.integers(0, 2, (rows, columns // 32)), 0.2, -0.2) / np.sqrt(columns)
+    scale = scale.astype(np.float16)
     blocks[..., :2] = scale.view(np.uint8).reshape(*scale.shape, 2)
     return blocks.reshape(rows, -1)
 
