@@ -26,8 +26,9 @@ from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 from edgellm.kernels.step.checks import check_pools, check_weights
+from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
-from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
+from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from edgellm.kernels.attention.gpu import Partials, attend, takes_codes
+from edgellm.kernels.attention.gpu import attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
-from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
+from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
@@ -26,7 +26,6 @@ from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
     Next,
-    Rows,
     linear,
     stackable,
 )
@@ -35,6 +34,7 @@ from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.gpu import Convolution
+from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Floats, LayerWeights, StateMixer, Weights
@@ -56,86 +56,6 @@ class Projection(NamedTuple):
 
     weight: DevicePackedWeights
     fine: bool
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Buffers for the tokens of a step on their way through the layers.
-
-    Attributes:
-        x: residual `[rows, E]`.
-        qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
-        q, attended: queries, and outputs of attention, `[rows, H, D]`.
-        activated: inputs of down_proj, of `[rows, F]` in the layer with the largest F.
-        states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
-            a product for the next launch.
-        projected: gates of attention, or what a mixer with states reads, of the layer with most.
-        mixed, convolved: outputs of a mixer with states, and room for its convolution, likewise.
-        residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
-            of o and down.
-    """
-
-    x: torch.Tensor
-    qkv: torch.Tensor
-    q: torch.Tensor
-    attended: torch.Tensor
-    activated: torch.Tensor
-    states: torch.Tensor
-    projected: torch.Tensor
-    mixed: torch.Tensor
-    convolved: torch.Tensor
-    rows: Rows
-    residual: CodedRows
-    inner: CodedRows
-    partials: Partials
-    experts: ExpertBuffers | None
-
-    @classmethod
-    def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
-        """Allocate buffers for layers of which those that attend have the same heads."""
-        layer = next(each for each in layers if each.mixer is None)
-        sizes = [each for each in map(_expert_sizes, layers) if each is not None]
-        hidden, width = layer.up.inputs, max(each.o.inputs for each in layers)
-        mixers = [each.mixer for each in layers if each.mixer is not None]
-        nets = (mixer for mixer in mixers if isinstance(mixer, DeltaNetWeights))
-        gates = (each.q_gate.outputs for each in layers if each.q_gate is not None)
-        heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
-        plain = (each.up.outputs for each in layers if each.routing is None)
-        intermediate = max(plain, default=0)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        inputs = max(hidden, intermediate, width)
-        return cls(
-            x=empty(rows, hidden),
-            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
-            q=empty(rows, heads, head_dim),
-            attended=empty(rows, heads, head_dim),
-            activated=empty(rows * intermediate),
-            states=empty(rows, hidden),
-            projected=empty(rows * max([0, *gates, *map(_projected, mixers)])),
-            mixed=empty(rows * max((mixer.size for mixer in mixers), default=0)),
-            convolved=empty(rows * max((net.channels for net in nets), default=0)),
-            rows=Rows.empty(rows, inputs, device),
-            residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
-            inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
-            partials=Partials.empty(
-                tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
-            ),
-            experts=ExpertBuffers.empty(sizes, rows=rows, device=device) if sizes else None,
-        )
-
-    def of(self, rows: int) -> Buffers:
-        """Return the part of the buffers for the first `rows` tokens."""
-        return replace(
-            self,
-            x=self.x[:rows],
-            qkv=self.qkv[:rows],
-            q=self.q[:rows],
-            attended=self.attended[:rows],
-            states=self.states[:rows],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +163,7 @@ class DeviceLayer:
             mixed = buffers.attended.view(len(buffers.x), -1)
             attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
         else:
-            mixed = _some(buffers.mixed, len(buffers.x), self.o.inputs)
+            mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
             attended = self._mix(buffers, self.mixer, states[self.host.pool], mixed, ready=ready)
         then = _next(self.mlp_norm, buffers) if few else None
         ready = self._add(
@@ -279,7 +199,7 @@ class DeviceLayer:
         product = self._project(buffers, qkv, ready=ready)
         gate = None
         if self.q_gate is not None:
-            gate = _some(buffers.projected, len(qkv), self.q_gate.outputs)
+            gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
             product(self.q_gate, gate)
         append_rotated(
             place.blocks,
@@ -322,13 +242,13 @@ class DeviceLayer:
         """Compute a mixer with states; return the results if they are codes."""
         rows = len(buffers.x)
         width = sum(weight.outputs for weight, _ in self.projections)
-        inputs = _some(buffers.projected, rows, width)
+        inputs = some(buffers.projected, rows, width)
         self._project(buffers, inputs, ready=ready)
         coded = buffers.inner if rows <= FEW_ROWS else None
         if isinstance(mixer, Convolution):
             mixer.run(inputs, states, self.slot, out, coded)
         else:
-            room = _some(buffers.convolved, rows, mixer.rule.channels)
+            room = some(buffers.convolved, rows, mixer.rule.channels)
             mixer.run(inputs, states, self.slot, room, out, coded)
         return coded
 
@@ -452,16 +372,6 @@ class DeviceLayer:
         return after is not None
 
 
-def _some(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Return rows `[rows, width]` of memory that layers of several widths share."""
-    return memory[: rows * width].view(rows, width)
-
-
-def _projected(mixer: StateMixer) -> int:
-    """Return the width of what a mixer's projections give."""
-    return sum(each.outputs for each in mixer.linears)
-
-
 def _device_mixer(mixer: StateMixer, epsilon: float, device: str) -> Convolution | DeviceDeltaNet:
     if isinstance(mixer, ShortConvWeights):
         return Convolution(filters=on_device(mixer.filters, device), products=True)
@@ -489,15 +399,8 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
     return Next(buffers.residual, norm.weight, fine)
 
 
-def _expert_sizes(layer: LayerWeights) -> ExpertSizes | None:
-    """Return the sizes of a layer's experts; None: it has none."""
-    if layer.routing is None:
-        return None
-    return ExpertSizes(layer.routing, layer.up.inputs, layer.down.inputs)
-
-
 def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
-    sizes = _expert_sizes(layer)
+    sizes = expert_sizes(layer)
     if sizes is None or layer.router is None:
         return None
     return DeviceRouter(on_device(layer.router, device), sizes)

@@ -35,13 +35,19 @@ LENGTH = BLOCK + 3
 NEAR = 0.1
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text_even"])
+@pytest.fixture(
+    scope="module",
+    params=[("lfm2_narrow", "conv"), ("qwen3_5_text_even", "linear_attention")],
+    ids=lambda param: param[0],
+)
 def judged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LLM, Any]:
     """A model in a cache of which no block was written, with NaN everywhere."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    model = make(request.param, folder, vocab_size=VOCABULARY, max_position_embeddings=512)
+    name, mixer = request.param
+    folder: Path = tmp_path_factory.mktemp(name)
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    model = make(name, folder, layer_types=["full_attention", mixer], **sizes)
     round_weights(model)
     model.save_pretrained(folder)
     save_tokenizer(folder)
@@ -64,17 +70,15 @@ def behind(llm: LLM, sequence: Sequence, count: int) -> np.ndarray:
 
 def test_answers_go_on_from_states_on_the_other_side(judged: tuple[LLM, Any]) -> None:
     llm, model = judged
-    expected = logits(model, TOKENS[: LENGTH + 9])
+    expected = logits(model, TOKENS[: LENGTH + 4])
     cache, sequence = llm.engine.cache, llm.engine.cache.sequence()
     found = [compute_prompt(llm.engine.prefill, TOKENS[:LENGTH], sequence)[None]]
-    found.append(behind(llm, sequence, 3))
-    found.append(
-        compute_prompt(llm.engine.prefill, TOKENS[LENGTH + 3 : LENGTH + 6], sequence)[None]
-    )
+    found.append(behind(llm, sequence, 1))
+    found.append(compute_prompt(llm.engine.prefill, TOKENS[LENGTH + 1 :][:2], sequence)[None])
     fork = sequence.fork()
-    found.append(behind(llm, sequence, 3))
-    np.testing.assert_array_equal(behind(llm, fork, 3), found[-1])
-    rows = [LENGTH - 1, LENGTH, LENGTH + 1, LENGTH + 2, *range(LENGTH + 5, LENGTH + 9)]
+    found.append(behind(llm, sequence, 1))
+    np.testing.assert_array_equal(behind(llm, fork, 1), found[-1])
+    rows = [LENGTH - 1, LENGTH, LENGTH + 2, LENGTH + 3]
     errors = np.abs(np.concatenate(found) - expected[rows]).max(axis=1) / np.abs(expected).max()
     assert np.median(errors) < NEAR
     fork.close()
@@ -82,11 +86,11 @@ def test_answers_go_on_from_states_on_the_other_side(judged: tuple[LLM, Any]) ->
     # back to the snapshot, which the host has written, and on from there on the device
     sequence.truncate(LENGTH)
     assert len(sequence) == BLOCK
-    once = behind(llm, sequence, 4)
+    once = behind(llm, sequence, 2)
     again = cache.sequence(TOKENS[: BLOCK + 1])
     assert len(again) == BLOCK
-    np.testing.assert_array_equal(behind(llm, again, 4), once)
-    error = np.abs(once - expected[BLOCK : BLOCK + 4]).max(axis=1) / np.abs(expected).max()
+    np.testing.assert_array_equal(behind(llm, again, 2), once)
+    error = np.abs(once - expected[BLOCK : BLOCK + 2]).max(axis=1) / np.abs(expected).max()
     assert np.median(error) < NEAR
 
     # saved where the device has written last, and read again
@@ -96,7 +100,7 @@ def test_answers_go_on_from_states_on_the_other_side(judged: tuple[LLM, Any]) ->
         other.open_seen(len(again), firsts)
         assert cache.unpack(other, memoryview(data))
         other.commit(again.tokens)
-    np.testing.assert_array_equal(behind(llm, other, 2), behind(llm, again, 2))
+    np.testing.assert_array_equal(behind(llm, other, 1), behind(llm, again, 1))
     for each in (sequence, again, other):
         each.close()
 
@@ -104,21 +108,22 @@ def test_answers_go_on_from_states_on_the_other_side(judged: tuple[LLM, Any]) ->
 def test_rows_of_a_draft_are_dropped_with_their_states(judged: tuple[LLM, Any]) -> None:
     llm, _ = judged
     sequence, plain = (llm.engine.cache.sequence() for _ in range(2))
-    expected = behind(llm, plain, 4)
-    behind(llm, sequence, 2)
-    llm.engine.decoder.run([Span(sequence, [TOKENS[2], 5, 7], drafted=2)])
-    sequence.truncate(3)
+    expected = behind(llm, plain, 3)
+    behind(llm, sequence, 1)
+    llm.engine.decoder.run([Span(sequence, [TOKENS[1], 5, 7], drafted=2)])
+    sequence.truncate(2)
     sequence.settle()
-    assert len(sequence) == 3
+    assert len(sequence) == 2
     # rows of several tokens are computed in tiles, which round elsewhere
-    np.testing.assert_allclose(behind(llm, sequence, 1)[0], expected[3], rtol=0.1, atol=0.02)
+    error = np.abs(behind(llm, sequence, 1)[0] - expected[2]).max() / np.abs(expected[2]).max()
+    assert error < NEAR
 
 
 def test_answers_of_the_engine_are_those_of_native_kernels(judged: tuple[LLM, Any]) -> None:
     llm, _ = judged
     native = load(str(llm.engine.bundle.path), decode="native", kv_format="f32")
     first, second = (
-        each.generate(TOKENS[:LENGTH], max_tokens=4, temperature=0, ignore_eos=True)
+        each.generate(TOKENS[:LENGTH], max_tokens=3, temperature=0, ignore_eos=True)
         for each in (llm, native)
     )
     assert first.tokens == second.tokens
