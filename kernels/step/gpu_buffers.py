@@ -27,7 +27,7 @@ class Buffers:
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
         projected: gates of attention, or what a mixer with states reads, of the layer with most.
-        mixed, convolved: outputs of a mixer with states, and room for its convolution, likewise.
+        mixed, convolved: outputs of a mixer with states, and room for its convolution.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
             of o and down.
     """

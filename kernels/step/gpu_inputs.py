@@ -44,7 +44,7 @@ class SpanInputs:
     Attributes:
         tokens: token ids of all spans, `[rows]` int64.
         places: place of the spans in each pool of K and V, by its number.
-        states: rows and blocks with their states in each other pool, likewise.
+        states: rows and blocks with their states in each other pool, by its number.
     """
 
     def __init__(
