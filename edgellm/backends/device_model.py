@@ -133,9 +133,8 @@ class DeviceModel(Model):
         super().__init__(segments, head, attention, threads=1)
         config, device = self.config, queue.device
         self._queue = queue
-        cache.use_device(device)
         self._places = cache.places
-        pools = [group.replica.device for group in cache.groups if group.replica is not None]
+        pools = cache.use_device(device)
         self._ropes = [
             (on_device(table.cos, device), on_device(table.sin, device))
             for table in attention.ropes

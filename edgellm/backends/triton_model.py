@@ -14,7 +14,6 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.gpu.device import too_large
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import StepSpan, Weights
@@ -42,7 +41,7 @@ class TritonModel:
         """
         _check_fits(weights, cache, device)
         self._embedding = weights.embedding
-        self._step = DeviceStep(weights, ropes, _pools(cache, device), device)
+        self._step = DeviceStep(weights, ropes, cache.use_device(device), device)
         self._step.warm_up()
 
     def run(
@@ -90,11 +89,6 @@ class TritonModel:
         return self._step.logits(hidden)
 
 
-def _pools(cache: KVCache, device: str) -> list[DeviceBlocks]:
-    cache.use_device(device)
-    return [group.replica.device for group in cache.groups if group.replica is not None]
-
-
 def _calls(spans: SequenceOf[Span]) -> Iterator[list[StepSpan]]:
     """Iterate calls of at most `MAX_ROWS` rows, with spans cut where a call is full."""
     call: list[StepSpan] = []
@@ -106,7 +100,9 @@ def _calls(spans: SequenceOf[Span]) -> Iterator[list[StepSpan]]:
             left = len(span.tokens) - first - len(part)
             rows = min(len(part), max(0, span.logit_rows - left))
             start = whole.start + first
-            call.append(replace(whole, tokens=part, start=start, logit_rows=rows))
+            states = span.sequence.states(start, start + len(part))
+            each = replace(whole, tokens=part, start=start, logit_rows=rows, states=states)
+            call.append(each)
             first, room = first + len(part), room - len(part)
             if room == 0:
                 yield call

@@ -56,6 +56,12 @@ class GroupBlocks:
         """Copy the first `rows` tokens of a block, on host or device, wherever they are current."""
         (self.replica or self.blocks).copy_rows(source, target, rows)
 
+    def on_host(self, ids: SequenceOf[int]) -> Blocks:
+        """Return the memory on the host, where blocks have what was last written to them."""
+        if self.replica is not None:
+            self.replica.bring("host", ids)
+        return self.blocks
+
     def table(self, cached: SequenceOf[int | None] = (), *, length: int = 0) -> GroupTable:
         """Make the table of a sequence of `length` tokens from cached blocks.
 
@@ -292,6 +298,15 @@ class StateTable(GroupTable):
 
     def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
         """Do nothing: `grow` takes another block for what is written."""
+
+    def use(self, side: Side, length: int) -> None:
+        """Bring the states after `length` tokens to `side`, to write later ones there."""
+        replica = self.store.replica
+        if replica is None:
+            return
+        if length:
+            replica.bring(side, [self._block(length)])
+        replica.write(side, [block for place, block in self._held.items() if place > length])
 
     def _places(self, start: int, end: int) -> list[int]:
         """Return where a step from `start` to `end` leaves states."""

@@ -11,7 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +27,9 @@ from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
 from edgellm.kernels.state_blocks import allocate_states
+
+if TYPE_CHECKING:
+    from edgellm.kernels.gpu.kv_blocks import DevicePool  # imports torch
 
 # Snapshots of states of a sequence that are written to a store: of the end of the last full block
 # that has one, and of one before it, where a prompt that differs in its last tokens goes on.
@@ -180,12 +183,19 @@ class KVCache:
                 return True
         return False
 
-    def use_device(self, device: str) -> None:
-        """Keep a replica of all blocks in a device's memory as well, from the first call on."""
+    def use_device(self, device: str) -> list[DevicePool]:
+        """Keep a replica of all blocks in a device's memory as well, from the first call on.
+
+        Returns:
+            The blocks on the device, of each group.
+        """
         from edgellm.cache.replica import Replica  # imports torch
 
+        pools = []
         for group in self.groups:
-            group.replica = group.replica or Replica(group.kv, device)
+            group.replica = group.replica or Replica(group.blocks, device)
+            pools.append(group.replica.device)
+        return pools
 
     def sequence(self, tokens: SequenceOf[int] = (), *, root: Root | None = None) -> Sequence:
         """Open a sequence that starts with the longest cached prefix of `tokens`.
@@ -234,7 +244,6 @@ class KVCache:
         """Write a sequence's full blocks that a store lacks to it, as long as it has room."""
         if len(sequence) < BLOCK:
             return
-        sequence.use_host()
         shared = sequence.tokens[: sequence.shareable]
         names = list(self.index.names(shared, root=sequence.root))
         for table in sequence.tables:
@@ -244,9 +253,9 @@ class KVCache:
                 known = [(i, block) for i, block in sequence.known(table) if i < len(names)]
             named = [(group_name(names[i], table.store), block) for i, block in known]
             with store.pin(name for name, _ in named):
-                for name, block in named:
-                    if store.has(name) or store.write(name, pack(table.store.blocks, [block])):
-                        continue
+                lacking = [(name, block) for name, block in named if not store.has(name)]
+                blocks = table.store.on_host([block for _, block in lacking])
+                if not all(store.write(name, pack(blocks, [block])) for name, block in lacking):
                     return
 
     def read(self, tokens: SequenceOf[int], store: BlockStore, *, root: Root | None = None) -> int:
@@ -266,14 +275,13 @@ class KVCache:
         Returns:
             The number of the first block packed of each group, and the blocks, group by group.
         """
-        sequence.use_host()
         firsts, parts = [], []
         for table in sequence.tables:
             known = sequence.known(table)
             firsts.append(known[0][0] if known else table.first)
             rows = max(0, len(sequence) - firsts[-1] * BLOCK)
             ids = [block for _, block in known]
-            parts.append(pack(table.store.blocks, ids, tokens=rows))
+            parts.append(pack(table.store.on_host(ids), ids, tokens=rows))
         return firsts, b"".join(parts)
 
     def can_begin(self, firsts: SequenceOf[int], length: int) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.cache.groups import Side
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.cache.groups import Blocks, Side
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 
 
@@ -16,22 +16,33 @@ class Replica:
     and each side finds the prefixes that the other has computed.
     """
 
-    def __init__(self, host: KVBlocks, device: str) -> None:
+    def __init__(self, host: Blocks, device: str) -> None:
         self.host = host
-        self.device = DeviceBlocks.like(host, device)
+        self.device: DevicePool = (
+            DeviceBlocks.like(host, device)
+            if isinstance(host, KVBlocks)
+            else DeviceStates.like(host, device)
+        )
         self._newer: dict[int, Side] = {}
 
     def use(self, side: Side, table: Sequence[int], length: int) -> None:
         """Bring a sequence's `length` tokens to `side`, which is going to write after them."""
-        held = table[: -(-length // BLOCK)]
-        stale = [block for block in held if self._newer.get(block, side) != side]
+        self.bring(side, table[: -(-length // BLOCK)])
+        self.write(side, table[length // BLOCK :])
+
+    def bring(self, side: Side, blocks: Sequence[int]) -> None:
+        """Bring what was written to blocks to `side`, which is going to read it."""
+        stale = [block for block in blocks if self._newer.get(block, side) != side]
         if stale and side == "device":
             self.device.fetch(stale)
         elif stale:
             self.device.give(stale)
         for block in stale:
             del self._newer[block]
-        for block in table[length // BLOCK :]:
+
+    def write(self, side: Side, blocks: Sequence[int]) -> None:
+        """Note that `side` is going to write to blocks."""
+        for block in blocks:
             self._newer[block] = side
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.manifest import Manifest
@@ -65,10 +65,11 @@ PARTS = (
         _layer(lambda x: x.mlp.activation == "clamped_swiglu" and x.experts is None),
         (*_BESIDE_HOST, *_ALONE, "cuda"),
     ),
-    Part("layers with states", lambda config: config.has_states, (*_ALONE, *_GPU)),
+    Part("layers with states", lambda config: config.has_states, (*_ALONE, "cuda")),
+    Part("Mamba-2 layers", _layer(lambda x: isinstance(x.state_mixer, Mamba2)), ("triton",)),
     Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
-    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, *_GPU)),
+    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),

@@ -243,6 +243,7 @@ def combine_kernel(
     largest_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     sink_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
     out_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -253,6 +254,7 @@ def combine_kernel(
     WIDTH: tl.constexpr,
     HADAMARD: tl.constexpr,
     SINKS: tl.constexpr,
+    GATED: tl.constexpr,
     CODED: tl.constexpr,
     FIELDS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -287,6 +289,9 @@ def combine_kernel(
     total /= weight
     if HADAMARD > 0:
         total = spread(total, HADAMARD)
+    if GATED:
+        gate = tl.load(gate_ptr + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+        total /= 1.0 + tl.exp(-gate)
     if CODED:
         EACH: tl.constexpr = WIDTH // 32
         number = tl.arange(0, EACH)
@@ -319,6 +324,7 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     coded: CodedRows | None = None,
 ) -> None:
     """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
@@ -333,6 +339,7 @@ def attend(
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
         sinks: for each head a score without key and value, `[H]` float32, if any.
+        gate: numbers whose sigmoids results are multiplied by, `[C, H * D]` float32, or None.
         coded: where results are written as codes instead, if `takes_codes`.
     """
     host = blocks.host
@@ -372,6 +379,7 @@ def attend(
         partials.largest,
         partials.weight,
         out if sinks is None else sinks,
+        out if gate is None else gate,
         out,
         out if coded is None else coded.codes,
         out if coded is None else coded.scale,
@@ -382,6 +390,7 @@ def attend(
         WIDTH=aligned(head_dim),
         HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
         SINKS=sinks is not None,
+        GATED=gate is not None,
         CODED=coded is not None,
         FIELDS=ROW_FIELDS,
         num_warps=4 if blocks.format in SPREAD_VALUES else 1,

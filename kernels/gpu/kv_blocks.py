@@ -1,15 +1,16 @@
-"""The KV cache in device memory: the same bytes as the host's, block by block."""
+"""The KV cache in device memory, states among it: the same bytes as the host's, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import KVBlocks, KVFormat, row_elements
+from edgellm.kernels.state_blocks import StateBlocks
 
 _DTYPES: dict[KVFormat, torch.dtype] = {
     "int8": torch.int8,
@@ -18,12 +19,46 @@ _DTYPES: dict[KVFormat, torch.dtype] = {
     "f32": torch.float32,
 }
 
+# Sizes of a span and of a row of `DeviceStateRows`.
+STATE_SPAN_FIELDS = 4
+STATE_ROW_FIELDS = 2
 # Bytes of an array that change sides in one copy, which waits; both sides have room for them.
 _AT_ONCE = 64 << 20
 
 
+class _DevicePool:
+    """Copy of a pool's blocks in device memory."""
+
+    def fetch(self, ids: Sequence[int]) -> None:
+        """Copy blocks from the host."""
+        for ours, theirs, part in self._parts(ids):
+            blocks = torch.from_numpy(theirs[part]).to(ours.device)
+            ours[torch.tensor(part, device=ours.device)] = blocks
+
+    def give(self, ids: Sequence[int]) -> None:
+        """Copy blocks to the host."""
+        for ours, theirs, part in self._parts(ids):
+            theirs[part] = ours[torch.tensor(part, device=ours.device)].cpu().numpy()
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy block `source` over block `target`."""
+        for ours, _ in self._pairs():
+            ours[target].copy_(ours[source])
+
+    def _parts(self, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, NDArray[Any], list[int]]]:
+        """Iterate pairs of arrays with the blocks to copy at once, as many as `_AT_ONCE` holds."""
+        for ours, theirs in self._pairs():
+            count = max(1, _AT_ONCE // theirs[0].nbytes)
+            for first in range(0, len(ids), count):
+                yield ours, theirs, list(ids[first : first + count])
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        """Iterate the arrays on the device, and those on the host."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class DeviceBlocks:
+class DeviceBlocks(_DevicePool):
     """Copy of a pool's blocks in device memory, with arrays of the same shapes.
 
     Attributes:
@@ -62,29 +97,6 @@ class DeviceBlocks:
         """Number of elements in a row of a KV head."""
         return row_elements(self.host.format, self.host.head_dim)
 
-    def fetch(self, ids: Sequence[int]) -> None:
-        """Copy blocks from the host."""
-        for ours, theirs, part in self._parts(ids):
-            blocks = torch.from_numpy(theirs[part]).to(ours.device)
-            ours[torch.tensor(part, device=ours.device)] = blocks
-
-    def give(self, ids: Sequence[int]) -> None:
-        """Copy blocks to the host."""
-        for ours, theirs, part in self._parts(ids):
-            theirs[part] = ours[torch.tensor(part, device=ours.device)].cpu().numpy()
-
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy block `source` over block `target`."""
-        for ours, _ in self._pairs():
-            ours[target].copy_(ours[source])
-
-    def _parts(self, ids: Sequence[int]) -> Iterator[tuple[torch.Tensor, NDArray[Any], list[int]]]:
-        """Iterate pairs of arrays with the blocks to copy at once, as many as `_AT_ONCE` holds."""
-        for ours, theirs in self._pairs():
-            count = max(1, _AT_ONCE // theirs[0].nbytes)
-            for first in range(0, len(ids), count):
-                yield ours, theirs, list(ids[first : first + count])
-
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
         host = self.host
         yield self.k, host.k
@@ -92,3 +104,47 @@ class DeviceBlocks:
         if host.k_scale is not None and host.v_scale is not None:
             yield self.k_scale, host.k_scale
             yield self.v_scale, host.v_scale
+
+
+@dataclass(frozen=True)
+class DeviceStates(_DevicePool):
+    """Copy of a pool of states in device memory, with an array of the same shape.
+
+    Attributes:
+        host: the pool on the host.
+    """
+
+    host: StateBlocks
+    states: torch.Tensor
+
+    @classmethod
+    def like(cls, host: StateBlocks, device: str) -> DeviceStates:
+        """Allocate as many blocks as the host's pool has, with undefined contents."""
+        return cls(host, torch.empty(host.states.shape, dtype=torch.float32, device=device))
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        yield self.states, self.host.states
+
+
+DevicePool = DeviceBlocks | DeviceStates
+
+
+@dataclass(frozen=True)
+class DeviceStateRows:
+    """Rows of a step, and the blocks of a pool that their states are read from and written to.
+
+    Attributes:
+        pool: pool with the states.
+        spans: `[S, STATE_SPAN_FIELDS]` int32: first row of a span, its number of rows, and the
+            block with the states before them, -1 for zeros. The last field is 0.
+        rows: `[C, STATE_ROW_FIELDS]` int32: span of a row, and the block that takes the states
+            after it, or -1.
+    """
+
+    pool: DeviceStates
+    spans: torch.Tensor
+    rows: torch.Tensor
+
+    def of(self, spans: int, rows: int) -> DeviceStateRows:
+        """Return the first spans and rows."""
+        return replace(self, spans=self.spans[:spans], rows=self.rows[:rows])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,16 +17,18 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.checks import check_rope
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.kv_blocks import DevicePool
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
+from edgellm.kernels.state_blocks import StateBlocks, StateView
 from edgellm.kernels.step.checks import check_pools, check_weights
+from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
-from edgellm.kernels.step.gpu_layer import Buffers, DeviceLayer, DeviceRope
+from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import Weights
@@ -79,7 +80,7 @@ class DeviceStep:
         self,
         weights: Weights,
         rope_tables: Sequence[RopeTable],
-        pools: Sequence[DeviceBlocks],
+        pools: Sequence[DevicePool],
         device: str,
     ) -> None:
         """Copy the weights to the device.
@@ -93,15 +94,19 @@ class DeviceStep:
         """
         check_weights(weights, ropes=len(rope_tables))
         check_pools(weights, [pool.host for pool in pools])
-        first = weights.layers[0]
+        attending = [layer for layer in weights.layers if layer.mixer is None]
+        if not attending:
+            raise ValueError("no layer attends; needed is one or more")
+        first = attending[0]
         shape = first.heads, first.kv_heads, first.head_dim
-        for layer in weights.layers:
+        for layer in attending:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
             if (layer.heads, layer.kv_heads, layer.head_dim) != shape:
                 raise ValueError(
                     "layers differ in heads, KV heads or head_dim; needed are the same in all"
                 )
         self._weights = weights
+        self._pools = [pool.host for pool in pools]
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
         count = len(weights.layers)
@@ -138,14 +143,22 @@ class DeviceStep:
         """
         if self._device == "cpu":
             return
-        pools = [place.blocks.host.count for place in self._inputs.places]
+        pools = [place.blocks.host.count for place in self._inputs.places.values()]
         reach = min(MAX_ROWS, self._positions, min(pools) * BLOCK)
-        tables = [list(range(-(-reach // BLOCK)))] * len(pools)
-        first = StepSpan(tables=tables, tokens=[0], start=0, logit_rows=1)
+
+        def first(rows: int) -> StepSpan:
+            states = [
+                StateView(pool, None, ((rows, 0),)) if isinstance(pool, StateBlocks) else None
+                for pool in self._pools
+            ]
+            tables = [list(range(-(-reach // BLOCK)))] * len(states)
+            tokens = [0] * rows
+            return StepSpan(tables=tables, tokens=tokens, start=0, logit_rows=1, states=states)
+
         for rows in WARM_ROWS:
             if rows <= MAX_ROWS:
-                self.best([first] * rows)
-        self.run([replace(first, tokens=[0] * reach)])
+                self.best([first(1)] * rows)
+        self.run([first(reach)])
 
     def run(
         self, spans: Sequence[StepSpan], *, should_stop: Callable[[], bool] | None = None
@@ -258,12 +271,14 @@ class DeviceStep:
     ) -> bool:
         """Compute the states of spans with `counts` tokens; False: it was stopped on the way."""
         weights, work = self._weights, inputs.work(counts)
+        sizes = len(counts), sum(counts)
+        states = {number: rows.of(*sizes) for number, rows in inputs.states.items()}
         embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
         ready = False
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             if should_stop is not None and should_stop():
                 return False
-            ready = layer.run(buffers, inputs.places, work, ready=ready, after=after)
+            ready = layer.run(buffers, inputs.places, states, work, ready=ready, after=after)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 

@@ -17,9 +17,17 @@ from edgellm.kernels.attention.gpu_tiles import (
     Work,
 )
 from edgellm.kernels.checks import block_ids, indices
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.kv_blocks import (
+    STATE_ROW_FIELDS,
+    STATE_SPAN_FIELDS,
+    DeviceBlocks,
+    DevicePool,
+    DeviceStateRows,
+    DeviceStates,
+)
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kernels.step.span import StepSpan, check_spans
+from edgellm.kernels.state_blocks import StateView
+from edgellm.kernels.step.span import StepSpan, check_spans, check_states
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,13 @@ class SpanInputs:
 
     Attributes:
         tokens: token ids of all spans, `[rows]` int64.
-        places: place of the spans in each pool.
+        places: place of the spans in each pool of K and V, by its number.
+        states: rows and blocks with their states in each other pool, by its number.
     """
 
     def __init__(
         self,
-        pools: Sequence[DeviceBlocks],
+        pools: Sequence[DevicePool],
         *,
         heads: int,
         rows: int,
@@ -55,23 +64,38 @@ class SpanInputs:
             positions: number of positions in the RoPE tables.
             vocabulary: number of token ids.
         """
-        self._pools = [pool.host.count for pool in pools]
+        self._pools = [pool.host for pool in pools]
+        kv = {n: pool for n, pool in enumerate(pools) if isinstance(pool, DeviceBlocks)}
+        states = {n: pool for n, pool in enumerate(pools) if isinstance(pool, DeviceStates)}
         self._room = rows
         self._positions = positions
         self._vocabulary = vocabulary
-        self._tiling = Tiling.of(pools[0], heads)
+        self._tiling = Tiling.of(next(iter(kv.values())), heads)
         # an even number keeps the tables of all pools aligned, and so kernels compiled once
         blocks = 2 * -(-positions // (2 * BLOCK))
         jobs = self._tiling.most_jobs(rows) * JOB_FIELDS // 2  # two int32 in an int64
-        sizes = [rows, rows * ROW_FIELDS // 2, jobs, rows * len(pools) * blocks]
+        each = rows * (STATE_SPAN_FIELDS + STATE_ROW_FIELDS) // 2
+        sizes = [rows, rows * ROW_FIELDS // 2, jobs, len(states) * each, rows * len(kv) * blocks]
         self._host = torch.zeros(sum(sizes), dtype=torch.int64)
         self._device = self._host.to(device, copy=True)
-        self._before_tables = sum(sizes[:3])
-        self._span_size = len(pools) * blocks
-        host = [part.numpy() for part in _parts(self._host, sizes, len(pools))]
-        self._host_tokens, self._host_rows, self._host_jobs, self._host_tables = host
-        self.tokens, self._rows, self._jobs, tables = _parts(self._device, sizes, len(pools))
-        self.places = [Place(pool, tables[:, index]) for index, pool in enumerate(pools)]
+        self._before_tables = sum(sizes[:4])
+        self._span_size = len(kv) * blocks
+        host = _parts(self._host, sizes, len(kv))
+        self.tokens, self._rows, self._jobs, on_device, tables = _parts(
+            self._device, sizes, len(kv)
+        )
+        self.places = {n: Place(kv[n], tables[:, index]) for index, n in enumerate(kv)}
+        self.states = {
+            n: DeviceStateRows(states[n], *_state_parts(each, rows))
+            for n, each in zip(states, on_device, strict=True)
+        }
+        self._host_states = {
+            n: [part.numpy() for part in _state_parts(each, rows)]
+            for n, each in zip(states, host[3], strict=True)
+        }
+        self._host_tokens, self._host_rows, self._host_jobs, _, self._host_tables = (
+            part.numpy() for part in host
+        )
         self._copied: dict[tuple[int, int], list[int]] = {}  # by span and pool
         self._planned: tuple[Plan, Sequence[int], Sequence[int]] | None = None
 
@@ -87,10 +111,15 @@ class SpanInputs:
             raise ValueError(f"{sum(counts)} tokens; there is room for 1 to {self._room}")
         tokens = [token for span in spans for token in span.tokens]
         ids = indices(tokens, self._vocabulary, "token id")
+        if self.states:
+            for span in spans:
+                check_states(span, self._pools)
         for number, span in enumerate(spans):
             self._set_tables(number, span)
         self._host_tokens[: len(ids)] = ids
         self._set_work(counts, [span.start for span in spans])
+        for pool in self.states:
+            self._set_states(pool, counts, [span.states[pool] for span in spans])
         end = self._before_tables + len(spans) * self._span_size
         # the host waits: the next call writes here again, and a chunk that was stopped has not
         # been waited for otherwise
@@ -112,15 +141,29 @@ class SpanInputs:
         count, end = len(span.tokens), span.start + len(span.tokens)
         if end > self._positions:
             raise ValueError(f"position {end} is beyond the {self._positions} of the RoPE table")
-        for pool, sequence in enumerate(span.tables):
-            table = list(sequence)
+        for pool, n in enumerate(self.places):
+            table = list(span.tables[n])
             reaches = span.start >= 0 and end <= len(table) * BLOCK
             if reaches and self._copied.get((number, pool)) == table:
                 continue
-            ids = block_ids(table, self._pools[pool], start=span.start, tokens=count)
+            ids = block_ids(table, self._pools[n].count, start=span.start, tokens=count)
             row = self._host_tables[number, pool]
             row[: len(ids)] = ids[: len(row)]
             self._copied[number, pool] = table
+
+    def _set_states(
+        self, pool: int, counts: Sequence[int], views: Sequence[StateView | None]
+    ) -> None:
+        """Write spans and rows of `DeviceStateRows`."""
+        spans, rows = self._host_states[pool]
+        first = 0
+        for number, (count, view) in enumerate(zip(counts, views, strict=True)):
+            assert view is not None  # checked
+            spans[number] = first, count, -1 if view.source is None else view.source, 0
+            rows[first : first + count] = number, -1
+            for after, block in view.targets:
+                rows[first + after - 1, 1] = block
+            first += count
 
     def _set_work(self, counts: Sequence[int], starts: Sequence[int]) -> None:
         """Write rows and jobs of `Work`; only starts, unless tokens or tiles of keys have changed.
@@ -139,11 +182,19 @@ class SpanInputs:
 
 
 def _parts(memory: torch.Tensor, sizes: Sequence[int], pools: int) -> list[torch.Tensor]:
-    """Split memory into tokens `[R]`, rows and jobs of `Work`, and tables `[R, pools, blocks]`."""
-    tokens, rows, jobs, tables = memory.split(list(sizes))
+    """Split memory into tokens `[R]`, rows and jobs of `Work`, a part `[6 R]` for each pool of
+    states, and tables `[R, pools, blocks]`."""
+    tokens, rows, jobs, states, tables = memory.split(list(sizes))
     return [
         tokens,
         rows.view(torch.int32).view(-1, ROW_FIELDS),
         jobs.view(torch.int32).view(-1, JOB_FIELDS),
+        states.view(torch.int32).view(-1, len(tokens) * (STATE_SPAN_FIELDS + STATE_ROW_FIELDS)),
         tables.view(len(tokens), pools, -1),
     ]
+
+
+def _state_parts(memory: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the memory of a pool into spans and rows of `DeviceStateRows`."""
+    spans, rest = memory.split([rows * STATE_SPAN_FIELDS, rows * STATE_ROW_FIELDS])
+    return spans.view(rows, STATE_SPAN_FIELDS), rest.view(rows, STATE_ROW_FIELDS)

@@ -2,28 +2,31 @@
 
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
-there are many rows; a shared expert takes two.
+there are many rows; a shared expert takes two. A short convolution takes three in place of the
+first four, a delta net six.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from edgellm.kernels.attention.gpu import Partials, attend, takes_codes
+from edgellm.kernels.attention.gpu import attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
-from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
+from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
 from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
     Next,
-    Rows,
     Tiles,
     linear,
     stackable,
@@ -31,9 +34,12 @@ from edgellm.kernels.linear.gpu import (
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.short_conv.gpu import Convolution
+from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+from edgellm.kernels.step.weights import Floats, LayerWeights, StateMixer, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -47,72 +53,11 @@ class DeviceRope(NamedTuple):
         return cls(on_device(table.cos, device), on_device(table.sin, device))
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Buffers for the tokens of a step on their way through the layers.
+class Projection(NamedTuple):
+    """Weight of a layer's input projections; `fine`: its inputs have 16 bits."""
 
-    Attributes:
-        x: residual `[rows, E]`.
-        qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
-        q, attended: queries, and outputs of attention, `[rows, H, D]`.
-        activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
-        states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
-            a product for the next launch.
-        residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
-            of o and down.
-    """
-
-    x: torch.Tensor
-    qkv: torch.Tensor
-    q: torch.Tensor
-    attended: torch.Tensor
-    activated: torch.Tensor
-    states: torch.Tensor
-    rows: Rows
-    residual: CodedRows
-    inner: CodedRows
-    partials: Partials
-    experts: ExpertBuffers | None
-
-    @classmethod
-    def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
-        """Allocate buffers for layers with the same heads."""
-        layer, sizes = layers[0], [each for each in map(_expert_sizes, layers) if each is not None]
-        hidden, width = layer.up.inputs, layer.o.inputs
-        heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
-        alone = (each.up if each.routing is None else each.shared_up for each in layers)
-        intermediate = max((up.outputs for up in alone if up is not None), default=0)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        inputs = max(hidden, intermediate, width)
-        return cls(
-            x=empty(rows, hidden),
-            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
-            q=empty(rows, heads, head_dim),
-            attended=empty(rows, heads, head_dim),
-            activated=empty(rows * intermediate),
-            states=empty(rows, hidden),
-            rows=Rows.empty(rows, inputs, device),
-            residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
-            inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
-            partials=Partials.empty(
-                tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
-            ),
-            experts=ExpertBuffers.empty(sizes, rows=rows, device=device) if sizes else None,
-        )
-
-    def of(self, rows: int) -> Buffers:
-        """Return the part of the buffers for the first `rows` tokens."""
-        return replace(
-            self,
-            x=self.x[:rows],
-            qkv=self.qkv[:rows],
-            q=self.q[:rows],
-            attended=self.attended[:rows],
-            states=self.states[:rows],
-        )
+    weight: DevicePackedWeights
+    fine: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +80,9 @@ class DeviceLayer:
         slot: index of the layer among the layers of its pool.
         host: the same weights on the host, for numbers and for absent parts.
         epsilon: epsilon of the norms of the residual.
-        projections: Q, K and V; neighbours are stacked where that is possible.
+        projections: those to Q, K and V, or to what the mixer reads; neighbours are stacked where
+            that is possible.
+        mixer: mixer in place of attention, or None.
     """
 
     slot: int
@@ -143,7 +90,9 @@ class DeviceLayer:
     epsilon: float
     rope: DeviceRope
     attention_norm: DeviceNorm | None
-    projections: Sequence[DevicePackedWeights]
+    projections: Sequence[Projection]
+    mixer: Convolution | DeviceDeltaNet | None
+    q_gate: DevicePackedWeights | None
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
     sinks: torch.Tensor | None
@@ -166,7 +115,7 @@ class DeviceLayer:
             ValueError: the layer has a part that Triton kernels do not compute.
         """
         layer = weights.layers[index]
-        norms, head_dim = layer.head_norms, layer.head_dim
+        norms, mixer = layer.head_norms, layer.mixer
 
         def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
             return None if weight is None else DeviceNorm.of(weight, bias, device)
@@ -180,9 +129,11 @@ class DeviceLayer:
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
             attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
-            projections=_stacked(layer.qkv, device),
-            qkv_bias=vector(_qkv_bias(layer)),
-            head_norms=None if norms is None else DeviceNorms.of(norms, head_dim, device),
+            projections=_projections(layer, device),
+            mixer=None if mixer is None else _device_mixer(mixer, weights.epsilon, device),
+            q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
+            qkv_bias=None if mixer is not None else vector(_qkv_bias(layer)),
+            head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
@@ -204,7 +155,8 @@ class DeviceLayer:
     def run(
         self,
         buffers: Buffers,
-        places: Sequence[Place],
+        places: Mapping[int, Place],
+        states: Mapping[int, DeviceStateRows],
         work: Work,
         *,
         ready: bool = False,
@@ -213,7 +165,8 @@ class DeviceLayer:
         """Run the layer, which adds its outputs to the residual.
 
         Args:
-            places: blocks and block tables in each pool.
+            places: blocks and block tables in each pool of K and V.
+            states: rows and their blocks in each pool of states.
             ready: whether `buffers.residual` has the codes of its inputs.
             after: next layer, if any.
 
@@ -221,10 +174,15 @@ class DeviceLayer:
             Whether `buffers.residual` has the codes of the next layer's inputs.
         """
         few = len(buffers.x) <= FEW_ROWS
-        attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
+        if self.mixer is None:
+            mixed = buffers.attended.view(len(buffers.x), -1)
+            attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
+        else:
+            mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
+            attended = self._mix(buffers, self.mixer, states[self.host.pool], mixed, ready=ready)
         then = _next(self.mlp_norm, buffers) if few else None
         ready = self._add(
-            buffers.attended.view(len(buffers.x), -1),
+            mixed,
             self.o,
             self.o_bias,
             self.post_attention_norm,
@@ -253,25 +211,12 @@ class DeviceLayer:
         self, buffers: Buffers, place: Place, work: Work, *, ready: bool
     ) -> CodedRows | None:
         """Compute attention; return the results if they are codes."""
-        inputs, norm = self._inputs(self.attention_norm, buffers)
-        qkv, first = buffers.qkv.view(len(inputs), -1), 0
-        few = len(inputs) <= FEW_ROWS
-        if few and not ready:
-            code_rows(inputs, buffers.residual, norm=norm, fine=True)
-        for weight in self.projections:
-            part = qkv[:, first : first + weight.outputs]
-            linear(
-                inputs,
-                weight,
-                part,
-                buffers.rows,
-                norm=norm,
-                epsilon=self.epsilon,
-                # V takes 16 bits, as in the C++ kernels, and so do its neighbours of one launch
-                fine=weight is self.projections[-1],
-                coded=buffers.residual if few else None,
-            )
-            first += weight.outputs
+        qkv = buffers.qkv.view(len(buffers.x), -1)
+        product = self._project(buffers, qkv, ready=ready)
+        gate = None
+        if self.q_gate is not None:
+            gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
+            product(self.q_gate, gate)
         append_rotated(
             place.blocks,
             place.tables,
@@ -283,6 +228,7 @@ class DeviceLayer:
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
+        few = len(qkv) <= FEW_ROWS
         coded = buffers.inner if few and takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
@@ -296,9 +242,58 @@ class DeviceLayer:
             scale=self.host.scale,
             softcap=self.host.softcap,
             sinks=self.sinks,
+            gate=gate,
             coded=coded,
         )
         return coded
+
+    def _mix(
+        self,
+        buffers: Buffers,
+        mixer: Convolution | DeviceDeltaNet,
+        states: DeviceStateRows,
+        out: torch.Tensor,
+        *,
+        ready: bool,
+    ) -> CodedRows | None:
+        """Compute a mixer with states; return the results if they are codes."""
+        rows = len(buffers.x)
+        width = sum(weight.outputs for weight, _ in self.projections)
+        inputs = some(buffers.projected, rows, width)
+        self._project(buffers, inputs, ready=ready)
+        coded = buffers.inner if rows <= FEW_ROWS else None
+        if isinstance(mixer, Convolution):
+            mixer.run(inputs, states, self.slot, out, coded)
+        else:
+            room = some(buffers.convolved, rows, mixer.rule.channels)
+            mixer.run(inputs, states, self.slot, room, out, coded)
+        return coded
+
+    def _project(
+        self, buffers: Buffers, out: torch.Tensor, *, ready: bool
+    ) -> Callable[[DevicePackedWeights, torch.Tensor], None]:
+        """Compute the projections, side by side in `out`; return a function for further ones."""
+        inputs, norm = self._inputs(self.attention_norm, buffers)
+        few, first = len(inputs) <= FEW_ROWS, 0
+        if few and not ready:
+            code_rows(inputs, buffers.residual, norm=norm, fine=True)
+
+        def product(weight: DevicePackedWeights, y: torch.Tensor, fine: bool = False) -> None:
+            linear(
+                inputs,
+                weight,
+                y,
+                buffers.rows,
+                norm=norm,
+                epsilon=self.epsilon,
+                fine=fine,
+                coded=buffers.residual if few else None,
+            )
+
+        for weight, fine in self.projections:
+            product(weight, out[:, first : first + weight.outputs], fine)
+            first += weight.outputs
+        return product
 
     def _activate(
         self,
@@ -402,18 +397,31 @@ class DeviceLayer:
         return after is not None
 
 
+def _device_mixer(mixer: StateMixer, epsilon: float, device: str) -> Convolution | DeviceDeltaNet:
+    if isinstance(mixer, ShortConvWeights):
+        return Convolution(filters=on_device(mixer.filters, device), products=True)
+    if isinstance(mixer, DeltaNetWeights):
+        return DeviceDeltaNet.of(mixer, epsilon, device)
+    raise ValueError("a layer with Mamba-2, which Triton kernels do not compute")
+
+
+def _projections(layer: LayerWeights, device: str) -> list[Projection]:
+    """Move the input projections to the device; as in C++, V and the numbers that decays of a delta
+    net are made of have inputs of 16 bits, and so do neighbours of one launch."""
+    mixer = layer.mixer
+    if isinstance(mixer, DeltaNetWeights):
+        parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
+        return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
+    stacked = _stacked(layer.qkv if mixer is None else mixer.linears, device)
+    last = stacked[-1] if mixer is None else None
+    return [Projection(each, each is last) for each in stacked]
+
+
 def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:
     """Return what takes the residual next, if it is a product behind an RMS norm."""
     if norm is None or norm.bias is not None:
         return None
     return Next(buffers.residual, norm.weight, fine)
-
-
-def _expert_sizes(layer: LayerWeights) -> ExpertSizes | None:
-    """Return the sizes of a layer's experts; None: it has none."""
-    if layer.routing is None:
-        return None
-    return ExpertSizes(layer.routing, layer.up.inputs, layer.down.inputs)
 
 
 def _shared(layer: LayerWeights, device: str) -> DeviceMlp | None:
@@ -424,7 +432,7 @@ def _shared(layer: LayerWeights, device: str) -> DeviceMlp | None:
 
 
 def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
-    sizes, weight, bias = _expert_sizes(layer), layer.router, layer.router_bias
+    sizes, weight, bias = expert_sizes(layer), layer.router, layer.router_bias
     if sizes is None or weight is None:
         return None
     if layer.shared_router is not None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import cycle
 from multiprocessing import get_context
@@ -34,18 +34,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.gpu.early import OLDEST
 from edgellm.kernels.gpu.elementwise import Activation
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.short_conv import ShortConvWeights
+from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, Weights
+from edgellm.kernels.step.weights import LayerWeights, StateMixer, Weights
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
 # Shared memory that a program can have, in KiB (CUDA C++ Programming Guide, "Compute
@@ -79,6 +82,7 @@ class Shape:
         routing: choice of experts; None: a layer has one MLP.
         shared: outputs of the shared expert's up; 0: there is none.
         share: whether the shared expert has a share.
+        mixer: mixer of every second layer, beside gated attention; None: all attend.
     """
 
     hidden: int
@@ -97,6 +101,7 @@ class Shape:
     routing: Routing | None = None
     shared: int = 0
     share: bool = False
+    mixer: Literal["short_conv", "delta_net"] | None = None
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -148,6 +153,8 @@ SHAPES = {
         shared=5632,
         share=True,
     ),
+    "LFM2-1.2B": Shape(2048, 8192, 32, 8, 64, head_norms="each", mixer="short_conv"),
+    "Qwen3.5-0.8B": Shape(1024, 3584, 8, 2, 256, head_norms="each", mixer="delta_net"),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
 
@@ -198,18 +205,23 @@ def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Laun
     Args:
         kinds: kinds of weights, which take turns in the layers.
     """
-    step = _step(shape, format, kinds)
+    step, pools = _step(shape, format, kinds)
     with _recorded() as recorded:
         # 17 to 32 rows are left out: gate and up of SmolLM2-135M in int4_affine spill 64 bytes on
         # sm_80 there, where 16 warps share the registers
         for counts in ([1], [5], [16], [100], [1, 1], [1, 100]):
-            step.run([_span(count) for count in counts])
+            step.run([_span(count, pools) for count in counts])
         step.logits(np.zeros((1, shape.hidden), np.float32))
     return _once(reversed(recorded))
 
 
-def _span(count: int) -> StepSpan:
-    return StepSpan(tables=[[0, 1, 2, 3]], tokens=[0] * count, start=0, logit_rows=1)
+def _span(count: int, pools: Sequence[DevicePool]) -> StepSpan:
+    views = [
+        StateView(pool.host, None, ((count, 0),)) if isinstance(pool, DeviceStates) else None
+        for pool in pools
+    ]
+    tables = [[0, 1, 2, 3]] * len(pools)
+    return StepSpan(tables=tables, tokens=[0] * count, start=0, logit_rows=1, states=views)
 
 
 def compile_for(launch: Launch, target: str) -> Usage:
@@ -375,9 +387,13 @@ def _longest_loop(assembly: str) -> Mapping[str, int]:
     return dict(Counter(longest).most_common())
 
 
-def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
+def _step(
+    shape: Shape, format: KVFormat, kinds: Sequence[Kind]
+) -> tuple[DeviceStep, Sequence[DevicePool]]:
     turns = cycle(kinds)
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
+    if shape.mixer is not None:
+        layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
     weights = Weights(
         layers=layers,
@@ -392,11 +408,44 @@ def _step(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> DeviceStep:
     host = allocate(
         format=format,
         blocks=4,
-        layers=len(layers),
+        layers=sum(layer.mixer is None for layer in layers),
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
     )
-    return DeviceStep(weights, [RopeTable(angles, angles)], [DeviceBlocks.like(host, "cpu")], "cpu")
+    pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
+    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    if mixers:
+        states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
+        pools.append(DeviceStates.like(states, "cpu"))
+    return DeviceStep(weights, [RopeTable(angles, angles)], pools, "cpu"), pools
+
+
+def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer with a mixer with states in place of attention."""
+    hidden, heads, width = shape.hidden, 16, 128
+
+    def panels(outputs: int) -> PackedWeights:
+        return _zeros(outputs, hidden, next(turns))
+
+    mixer: StateMixer
+    if shape.mixer == "short_conv":
+        filters = np.ones((3, hidden), np.float32)
+        mixer = ShortConvWeights(conv_in=panels(3 * hidden), filters=filters)
+    else:
+        mixer = DeltaNetWeights(
+            qkv=panels(3 * heads * width),
+            z=panels(heads * width),
+            a=panels(heads),
+            b=panels(heads),
+            conv=np.ones((4, 3 * heads * width), np.float32),
+            decay=-np.ones(heads, np.float32),
+            dt_bias=np.ones(heads, np.float32),
+            norm=np.ones(width, np.float32),
+            key_heads=heads,
+        )
+    o = _zeros(hidden, mixer.size, next(turns))
+    alone = replace(layer, q=None, k=None, v=None, q_gate=None, head_norms=None)
+    return replace(alone, mixer=mixer, o=o, heads=0, pool=1)
 
 
 def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
@@ -427,8 +476,9 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         up=panels(experts * intermediate, hidden),
         up_bias=vector(experts * intermediate, biases),
         down=panels(experts * hidden, intermediate),
-        heads=shape.heads,
         down_bias=vector(experts * hidden, biases),
+        heads=shape.heads,
+        q_gate=panels(width, hidden) if shape.mixer == "delta_net" else None,
         post_mlp_norm=vector(hidden, post),
         router=None if shape.routing is None else np.ones((experts, hidden), np.float32),
         router_bias=vector(experts, shape.routing is not None and shape.routing.bias),

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import random_model
 
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_blocks import (
     BlockTable,
-    KVBlocks,
     KVFormat,
 )
+from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step import (
     StepSpan,
     gpu_layer,
@@ -37,7 +37,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def poison(blocks: KVBlocks) -> None:
+def poison(blocks: Any) -> None:
     """Fill them with NaN or the largest code."""
     for array in blocks.arrays:
         array.fill(np.nan if array.dtype.kind == "f" else np.iinfo(array.dtype).max)
@@ -45,12 +45,20 @@ def poison(blocks: KVBlocks) -> None:
 
 def device_step(model: random_model.Model, format: KVFormat, device: str) -> DeviceStep:
     """With blocks that hold NaN or the largest code."""
-    pools = []
-    for view in model.views(format):
+    return step_on(model, model.views(format), device)[0]
+
+
+def step_on(
+    model: random_model.Model, views: Sequence[random_model.View], device: str
+) -> tuple[DeviceStep, list[DevicePool]]:
+    """A step on poisoned pools, and those."""
+    pools: list[DevicePool] = []
+    for view in views:
         poison(view.blocks)
-        pools.append(DeviceBlocks.like(view.blocks, device))
+        kind = DeviceStates if isinstance(view.blocks, StateBlocks) else DeviceBlocks
+        pools.append(kind.like(view.blocks, device))
         pools[-1].fetch(range(view.blocks.count))
-    return DeviceStep(model.weights, model.ropes, pools, device)
+    return DeviceStep(model.weights, model.ropes, pools, device), pools
 
 
 def span(

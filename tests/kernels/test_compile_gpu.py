@@ -23,6 +23,7 @@ MODELS = (
     "gpt-oss-20b,Ling-mini-2.0,Qwen1.5-MoE-A2.7B"
 )
 WITH_EXPERTS = "Qwen3-30B-A3B"
+WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
 
@@ -47,7 +48,7 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     targets = ("sm_80", "sm_90")
     lines = report(
         tmp_path,
-        f"--models={WITH_EXPERTS},SmolLM2-135M",
+        f"--models=SmolLM2-135M,{WITH_EXPERTS},{WITH_STATES}",
         "--formats=int8,int4",
         "--kinds=int4_affine",
         "--once",

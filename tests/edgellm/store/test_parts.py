@@ -119,6 +119,12 @@ def test_names_are_those_of_precisions_and_back_ends() -> None:
         assert all(name not in part.lacking for part in PARTS)
 
 
+def test_triton_has_mixers_but_mamba_2() -> None:
+    assert why_not("triton", layer(mixer=DeltaNet(**NETS, taps=4))) is None
+    reason = "it has Mamba-2 layers, which triton does not compute"
+    assert why_not("triton", layer(mixer=MAMBA)) == reason
+
+
 def test_what_stands_between_graphs() -> None:
     states = layer(mixer=DeltaNet(**NETS, taps=4))
     assert needs_host(states)

@@ -1,0 +1,112 @@
+"""Buffers for the tokens of a step in Triton on their way through the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from edgellm.kernels.attention.gpu import Partials
+from edgellm.kernels.delta_net import DeltaNetWeights
+from edgellm.kernels.experts.gpu import ExpertBuffers, ExpertSizes
+from edgellm.kernels.linear.gpu import FEW_ROWS, Rows
+from edgellm.kernels.linear.gpu_rows import CodedRows
+from edgellm.kernels.step.weights import LayerWeights, StateMixer
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers for the tokens of a step on their way through the layers.
+
+    Attributes:
+        x: residual `[rows, E]`.
+        qkv: outputs of the Q, K and V projections `[rows, H + 2 Hkv, D]`.
+        q, attended: queries, and outputs of attention, `[rows, H, D]`.
+        activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
+        states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
+            a product for the next launch.
+        projected: gates of attention, or what a mixer with states reads, of the layer with most.
+        mixed, convolved: outputs of a mixer with states, and room for its convolution.
+        residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
+            of o and down.
+    """
+
+    x: torch.Tensor
+    qkv: torch.Tensor
+    q: torch.Tensor
+    attended: torch.Tensor
+    activated: torch.Tensor
+    states: torch.Tensor
+    projected: torch.Tensor
+    mixed: torch.Tensor
+    convolved: torch.Tensor
+    rows: Rows
+    residual: CodedRows
+    inner: CodedRows
+    partials: Partials
+    experts: ExpertBuffers | None
+
+    @classmethod
+    def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
+        """Allocate buffers for layers of which those that attend have the same heads."""
+        layer = next(each for each in layers if each.mixer is None)
+        sizes = [each for each in map(expert_sizes, layers) if each is not None]
+        hidden, width = layer.up.inputs, max(each.o.inputs for each in layers)
+        mixers = [each.mixer for each in layers if each.mixer is not None]
+        nets = (mixer for mixer in mixers if isinstance(mixer, DeltaNetWeights))
+        gates = (each.q_gate.outputs for each in layers if each.q_gate is not None)
+        heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+        alone = (each.up if each.routing is None else each.shared_up for each in layers)
+        intermediate = max((up.outputs for up in alone if up is not None), default=0)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        inputs = max(hidden, intermediate, width)
+        return cls(
+            x=empty(rows, hidden),
+            qkv=empty(rows, heads + 2 * kv_heads, head_dim),
+            q=empty(rows, heads, head_dim),
+            attended=empty(rows, heads, head_dim),
+            activated=empty(rows * intermediate),
+            states=empty(rows, hidden),
+            projected=empty(rows * max([0, *gates, *map(_projected, mixers)])),
+            mixed=empty(rows * max((mixer.size for mixer in mixers), default=0)),
+            convolved=empty(rows * max((net.channels for net in nets), default=0)),
+            rows=Rows.empty(rows, inputs, device),
+            residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
+            inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
+            partials=Partials.empty(
+                tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+            ),
+            experts=ExpertBuffers.empty(sizes, rows=rows, device=device) if sizes else None,
+        )
+
+    def of(self, rows: int) -> Buffers:
+        """Return the part of the buffers for the first `rows` tokens."""
+        return replace(
+            self,
+            x=self.x[:rows],
+            qkv=self.qkv[:rows],
+            q=self.q[:rows],
+            attended=self.attended[:rows],
+            states=self.states[:rows],
+        )
+
+
+def some(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """Return rows `[rows, width]` of memory that layers of several widths share."""
+    return memory[: rows * width].view(rows, width)
+
+
+def _projected(mixer: StateMixer) -> int:
+    """Return the width of what a mixer's projections give."""
+    return sum(each.outputs for each in mixer.linears)
+
+
+def expert_sizes(layer: LayerWeights) -> ExpertSizes | None:
+    """Return the sizes of a layer's experts; None: it has none."""
+    if layer.routing is None:
+        return None
+    return ExpertSizes(layer.routing, layer.up.inputs, layer.down.inputs)
