@@ -27,6 +27,7 @@ from edgellm.engine.call import Call
 from edgellm.engine.embedding import chosen_method, embeddings, similarities, yes_no, yes_no_prompts
 from edgellm.engine.loop import aiterate
 from edgellm.engine.samples import SamplePieces, sample_pieces
+from edgellm.generation_options import GenerationOptions
 from edgellm.progress import Progress
 from edgellm.serve.ask import Ask, EmbeddingAsk, RerankAsk
 from edgellm.serve.asked_prompt import answerable_prompt, check_size, embedding_prompt
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from edgellm.engine.chat_prompt import AnswerReader
     from edgellm.engine.engine import Engine
     from edgellm.engine.loop import Pending
-    from edgellm.generation_options import GenerationOptions
     from edgellm.llm import LLM
     from edgellm.serve.model_pool import ModelPool
     from edgellm.serve.options import ServeOptions

@@ -376,7 +376,6 @@ def test_a_draft_model(judged: Judged, states: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"decode": "triton"},
         {"decode": "portable"},
         {"prefill": "cuda"},
         {"prefill": "cpu", "decode": "chunked"},
