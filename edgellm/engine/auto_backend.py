@@ -20,7 +20,7 @@ from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
-from edgellm.store.precision_support import Precisions, why_not
+from edgellm.store.precision_support import Precisions, why_not, why_untried
 from edgellm.store.prepare import config_here, prepare
 
 
@@ -155,6 +155,9 @@ def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
     if selection.decode != TRITON:
         gpu = select(options).decode == TRITON
         return why_not(TRITON, bundle.config) if gpu else None
+    untried = why_untried(TRITON, bundle.config)
+    if untried is not None:
+        return untried
     try:
         place = device.require()
     except ProviderError as error:

@@ -91,6 +91,19 @@ PARTS = (
         "they take a mean from the residual, which does not commute with rotating",
     ),
 )
+# Parts that Triton has computed in its interpreter alone, never on a GPU.
+UNTRIED = (
+    Part("layers with states", lambda config: config.has_states, ("triton",)),
+    Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
+    Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
+    Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
+    Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
+    Part(
+        "routers with sigmoids, biases, groups or factors",
+        _layer(lambda x: x.experts is not None and not x.experts.is_plain),
+        ("triton",),
+    ),
+)
 
 
 def names_of(precisions: Precisions, config: ModelConfig) -> list[str]:
@@ -103,10 +116,21 @@ def why_not(name: str, config: ModelConfig) -> str | None:
     lacking = [part for part in PARTS if name in part.lacking and part.there(config)]
     if not lacking:
         return None
-    *others, last = (part.name for part in lacking)
-    parts = f"{', '.join(others)} and {last}" if others else last
     reasons = "; ".join(part.why for part in lacking if part.why)
-    return f"it has {parts}, which {name} does not compute{reasons and f': {reasons}'}"
+    return f"it has {_listed(lacking)}, which {name} does not compute{reasons and f': {reasons}'}"
+
+
+def why_untried(name: str, config: ModelConfig) -> str | None:
+    """Return why `auto` does not take a back end that can compute a model; None if it may."""
+    untried = [part for part in UNTRIED if name in part.lacking and part.there(config)]
+    if not untried:
+        return None
+    return f"it has {_listed(untried)}, which {name} never computed on a device; ask for it by name"
+
+
+def _listed(parts: Sequence[Part]) -> str:
+    *others, last = (part.name for part in parts)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def needs_host(config: ModelConfig) -> bool:

@@ -38,3 +38,10 @@ class Routing:
     scaled: bool = False
     groups: int = 1
     used_groups: int = 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the softmax of the logits alone makes choice and shares."""
+        return self == Routing(
+            experts=self.experts, used=self.used, normalized=self.normalized, scale=self.scale
+        )

@@ -11,8 +11,9 @@ from layered_checks import PROMPTS, in_company
 
 from edgellm.backends import int8_support
 from edgellm.backends.providers import CPU
+from edgellm.backends.selection import select
 from edgellm.engine import auto_backend
-from edgellm.engine.auto_backend import auto_choice
+from edgellm.engine.auto_backend import auto_choice, prepare_for
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -169,3 +170,14 @@ def test_no_layered_prompts_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPat
     choice = auto_choice(bundle, replace(NATIVE, scheduling="layered"))
     assert choice.prefill == "native"
     assert "no prompt is computed on cuda" in choice.reason
+
+
+def test_a_gpu_is_not_chosen_for_what_none_has_computed(
+    measured: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpu = replace(select(NATIVE), decode="triton")
+    monkeypatch.setattr(auto_backend, "select", lambda *_: with_gpu)
+    monkeypatch.setattr(auto_backend, "why_untried", lambda *_: "it has new parts")
+    _, options, note = prepare_for(str(measured), EngineOptions())
+    assert (options.decode, note) == ("native", "decode native, not triton: it has new parts")
+    assert prepare_for(str(measured), EngineOptions(decode="triton"))[2] is None

@@ -22,7 +22,7 @@ from edgellm.graphs.layer_config import (
     ShortConv,
 )
 from edgellm.kernels.experts import Routing
-from edgellm.store.precision_support import PARTS, needs_host, why_not
+from edgellm.store.precision_support import PARTS, needs_host, why_not, why_untried
 
 CONFIG = CONFIGS["llama"]
 LAYER = CONFIG.layers[0]
@@ -123,6 +123,19 @@ def test_triton_has_mixers_but_mamba_2() -> None:
     assert why_not("triton", layer(mixer=DeltaNet(**NETS, taps=4))) is None
     reason = "it has Mamba-2 layers, which triton does not compute"
     assert why_not("triton", layer(mixer=MAMBA)) == reason
+
+
+def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
+    assert why_untried("triton", layer(ROUTED)) is None
+    assert why_untried("native", CASES[Attention, "sinks"][0]) is None
+    routed = layer(replace(ROUTED, experts=replace(ROUTED.experts, scores="sigmoid")))
+    for config, part in (
+        (layer(mixer=DeltaNet(**NETS, taps=4)), "layers with states"),
+        (attention(sinks=True), "attention sinks"),
+        (layer(ROUTED, shared=SharedExpert(intermediate=32)), "shared experts"),
+        (routed, "routers with sigmoids"),
+    ):
+        assert f"it has {part}" in (why_untried("triton", config) or "")
 
 
 def test_what_stands_between_graphs() -> None:
