@@ -2,6 +2,7 @@
 // apart from each other they would all be compiled twice, for every instruction set.
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>

@@ -38,7 +38,14 @@ inline void choose(const edgellm::Router& router, float* score, int32_t* expert,
         all += score[e];
     }
     float* rank = static_cast<float*>(edgellm::scratch(4 * size_t(router.experts + router.groups)));  // -INFINITY of those that are not to choose any more
-    for (int e = 0; e < router.experts; ++e) rank[e] = score[e] + (router.selection ? router.selection[e] : 0);
+    if (router.selection && !router.sigmoid) {  // which is added to what the softmax gives
+        for (int e = 0; e < router.experts; ++e) score[e] /= all;
+        all = 1;
+    }
+    for (int e = 0; e < router.experts; ++e) {
+        rank[e] = score[e] + (router.selection ? router.selection[e] : 0);
+        if (rank[e] < -FLT_MAX) rank[e] = -FLT_MAX;  // of a bias in a file
+    }
     if (router.groups > 1) keep_groups(router, rank, rank + router.experts);
     float sum = 0;
     for (int k = 0; k < router.used; ++k) {

@@ -301,6 +301,13 @@ EXPERTS |= {
             activation="gelu_tanh",
         ),
     ),
+    "a bias in the choice by softmax": Shape(
+        *(4, 2, 32),
+        intermediate=32,
+        parts=Parts(
+            routing=Routing(experts=6, used=2, selection_bias=True, groups=3, used_groups=2)
+        ),
+    ),
     "sigmoid as it is": Shape(
         *(4, 2, 32),
         intermediate=32,

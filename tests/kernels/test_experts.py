@@ -39,7 +39,7 @@ def expected(model: Model, layer: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
-@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups"])
+@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups", "a bias in the choice by softmax"])
 @pytest.mark.usefixtures("poisoned")
 def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> None:
     model = Model(EXPERTS[name])
@@ -62,6 +62,20 @@ def test_a_row_does_not_depend_on_the_others(compiled: ctypes.CDLL, name: str) -
     good = np.delete(np.arange(40), [0, 17])
     np.testing.assert_array_equal(found[good], alone[good])
     assert np.isnan(found[[0, 17]]).all()
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_infinite_biases_of_a_damaged_file(native_library: ctypes.CDLL) -> None:
+    """The first experts are chosen where none is better than another."""
+    model = Model(EXPERTS["sigmoid and a shared expert"])
+    bias, x = model.weights.layers[0].selection_bias, rows_of(model, 7)
+    assert bias is not None
+    bias[:] = -np.inf
+    found = model.step(native_library, model.views("f32")).experts(0, x)
+    bias[:] = 0
+    bias[:3] = 2
+    first = model.step(native_library, model.views("f32")).experts(0, x)
+    assert np.abs(found - first).max() < 1e-4 * np.abs(first).max()
 
 
 def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
