@@ -156,7 +156,8 @@ def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
         gpu = select(options).decode == TRITON
         return why_not(TRITON, bundle.config) if gpu else None
     untried = why_untried(TRITON, bundle.config)
-    if untried is not None:
+    # where nothing else here computes the model, it is tried
+    if untried is not None and why_not(usual_host(), bundle.config) is None:
         return untried
     try:
         place = device.require()

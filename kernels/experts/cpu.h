@@ -16,7 +16,7 @@ inline void keep_groups(const edgellm::Router& router, float* rank, float* worth
             else if (*at > next)
                 next = *at;
         }
-        worth[g] = router.sigmoid ? best + next : best;
+        worth[g] = router.sigmoid && size > 1 ? best + next : best;
     }
     for (int k = router.used_groups; k < router.groups; ++k) {
         int worst = -1;

@@ -88,7 +88,8 @@ def in_best_groups(
         if PAIRS:
             top = each == first
             second = tl.max(tl.where(top, float("-inf"), each), axis=1)[:, None]
-            value += tl.where(tl.sum(top.to(tl.int32), axis=1)[:, None] > 1, first, second)
+            second = tl.where(tl.sum(top.to(tl.int32), axis=1)[:, None] > 1, first, second)
+            value += tl.where(second == float("-inf"), 0.0, second)  # a group of one expert
         worth = tl.where(member, value, worth)
     return best(worth, group, there, USED_GROUPS)
 

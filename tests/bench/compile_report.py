@@ -62,8 +62,8 @@ _TYPES = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
-# Constants of kernels that are sizes of a model.
-_SIZES = {"HEAD_DIM", "WIDTH", "BLOCK", "GROUPS", "GROUP", "SPAN", "HADAMARD", "FIELDS"}
+# Constants of kernels that are sizes of a model, which registers do not depend on much.
+_SIZES = {"BLOCK", "GROUPS", "GROUP", "SPAN", "HADAMARD", "FIELDS"}
 _WARPS = 4
 
 
@@ -282,8 +282,9 @@ def _chosen(every: Mapping[str, Sequence[Launch]], *, once: bool) -> Iterator[tu
     seen = set[object]()
     for model, launched in every.items():
         for index, launch in enumerate(launched):
-            settings = [each for each in launch.constants if each[0] not in _SIZES]
-            key = (launch.name, launch.signature, tuple(settings))
+            # a part that is absent has size 0 or 1, and other code than one that is there
+            settings = [(n, v > 1 if n in _SIZES else v) for n, v in launch.constants]
+            key = (launch.name, launch.signature, launch.warps, tuple(settings))
             if not once or key not in seen:
                 yield model, index
             seen.add(key)

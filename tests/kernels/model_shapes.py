@@ -301,6 +301,11 @@ EXPERTS |= {
             activation="gelu_tanh",
         ),
     ),
+    "groups of one": Shape(
+        *(4, 2, 32),
+        intermediate=32,
+        parts=Parts(routing=Routing(experts=4, used=2, scores="sigmoid", groups=4, used_groups=2)),
+    ),
     "a bias in the choice by softmax": Shape(
         *(4, 2, 32),
         intermediate=32,

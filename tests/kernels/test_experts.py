@@ -39,7 +39,9 @@ def expected(model: Model, layer: int, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
-@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups", "a bias in the choice by softmax"])
+@pytest.mark.parametrize(
+    "name", [*PLAIN_EXPERTS, "groups", "groups of one", "a bias in the choice by softmax"]
+)
 @pytest.mark.usefixtures("poisoned")
 def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> None:
     model = Model(EXPERTS[name])

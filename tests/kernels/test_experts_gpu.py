@@ -51,6 +51,7 @@ ROUTINGS = [
     ),
     Routing(experts=7, used=2, scores="sigmoid", normalized=False, scaled=True, scale=1.8),
     Routing(experts=15, used=4, groups=3, used_groups=1, selection_bias=True, normalized=False),
+    Routing(experts=4, used=2, scores="sigmoid", groups=4, used_groups=2),
 ]
 # Some in one tile, in several, and where a program has not all rows.
 COUNTS = [1, 3, 9, 31, 33, 70]

@@ -176,7 +176,7 @@ def test_rates_that_forget_nearly_nothing(triton_device: str) -> None:
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_hybrids_match_reference(triton_device: str, name: str) -> None:
-    """One token, some, and more than take codes, over the end of a block; then one again."""
+    """One token, some, and more than take codes; then one again."""
     model = Model(HYBRIDS[name])
     views = model.views("f32")
     step, _ = step_on(model, views, triton_device)
