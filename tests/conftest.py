@@ -14,7 +14,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if hasattr(os, "sched_setaffinity"):
             number = int(config.workerinput["workerid"].removeprefix("gw"))
             own = sorted(os.sched_getaffinity(0))[number :: config.workerinput["workercount"]]
-            os.sched_setaffinity(0, own or os.sched_getaffinity(0))
+            with suppress(OSError):  # where a sandbox forbids it
+                os.sched_setaffinity(0, own or os.sched_getaffinity(0))
         return
     for library in ("OMP", "OPENBLAS"):  # threads of a worker's judges, which else wait for cores
         os.environ.setdefault(f"{library}_NUM_THREADS", "1")

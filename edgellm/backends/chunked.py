@@ -36,19 +36,19 @@ def open_models(
     """Open the models of some precisions; return them by precision.
 
     Args:
-        packed_head: LM head and embedding in packed weights, where these are open; no precision has
-            another one beside it.
+        packed_head: LM head and embedding in packed weights, where these are open; precisions that
+            round theirs to int8 have no other one beside it.
         host: what computes experts and mixers with states, of a model that has some.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
-    heads = {} if packed_head is not None else _heads(parts.bundle, precisions)
+    heads = _heads(bundle, precisions, packed_head)
     norms = key_basis.open_head_norms(bundle.path, bundle.manifest.keys)
     weights = head_norms(bundle.config, norms.__getitem__)
     attention = HostAttention(bundle.config, parts.ropes, weights, _sinks(bundle))
     models: dict[str, Model] = {}
     for precision in precisions:
-        head = packed_head or heads[bundle.precision(precision).head or ""]
+        head = heads[bundle.precision(precision).head or ""]
         runs_prefill = precision == prefill_precision
         if runs_prefill and selection.prefill == CUDA:
             from edgellm.backends import cuda
@@ -104,7 +104,16 @@ def _sinks(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
     return {index: arrays[f"layers.{index}.sinks"] for index in layers}
 
 
-def _heads(bundle: Bundle, precisions: Sequence[str]) -> Mapping[str, ModelHead]:
-    """Open the LM heads of some precisions; return them by kind."""
+def _heads(
+    bundle: Bundle, precisions: Sequence[str], packed: ModelHead | None
+) -> Mapping[str, ModelHead]:
+    """Open the LM heads of some precisions; return them by kind.
+
+    Packed weights are the one in int8. A float32 one they may have rounded.
+    """
     kinds = {bundle.precision(precision).head for precision in precisions}
-    return {kind: Head(bundle, kind) for kind in kinds if kind is not None}
+    return {
+        kind: packed if packed is not None and kind == "int8" else Head(bundle, kind)
+        for kind in kinds
+        if kind is not None
+    }

@@ -26,7 +26,13 @@ from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
 from edgellm.store.manifest import PACKED
-from edgellm.store.precision_support import STATIC, first_supported, needs_host, why_not
+from edgellm.store.precision_support import (
+    STATIC,
+    first_supported,
+    needs_host,
+    why_not,
+    why_untried,
+)
 from edgellm.store.precision_support import require as require_support
 
 _HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
@@ -196,7 +202,8 @@ def _decode_of(config: ModelConfig, options: EngineOptions) -> str:
             raise UnsupportedModelError(_refusal(name, value, config, reason))
     if decode == AUTO:
         decode = NATIVE if hosted and in_graphs else _usual_decode()
-        if why_not(decode, config) is not None:
+        choosy = library() is not None and options.prefill != TRITON  # others compute it as well
+        if why_not(decode, config) or (choosy and why_untried(decode, config)):
             decode = NATIVE if hosted else usual_host()
     if hosted and NATIVE in (decode, options.prefill) and library() is None:
         raise UnsupportedModelError(

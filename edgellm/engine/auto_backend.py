@@ -154,11 +154,8 @@ def _why_not_on_gpu(bundle: Bundle, options: EngineOptions) -> str | None:
         return None
     if selection.decode != TRITON:
         gpu = select(options).decode == TRITON
-        return why_not(TRITON, bundle.config) if gpu else None
-    untried = why_untried(TRITON, bundle.config)
-    # where nothing else here computes the model, it is tried
-    if untried is not None and why_not(usual_host(), bundle.config) is None:
-        return untried
+        reason = why_not(TRITON, bundle.config) or why_untried(TRITON, bundle.config)
+        return reason if gpu else None
     try:
         place = device.require()
     except ProviderError as error:

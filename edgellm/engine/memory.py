@@ -176,10 +176,12 @@ def weight_copies(
             sizes = len(bundle.precision(name).chunk_sizes)
             owner = f"{name} in {sizes} chunk sizes"
             copies.append(Copy(owner, selection.prefill, size * sizes))
-    if chosen.isdisjoint(STEPS):
-        for name in sorted({f"head-{bundle.precision(name).head}" for name in precisions}):
-            size = _file_bytes(bundle, name) * _ON_CPU.get(name, _REPACKED)
-            copies.append(Copy(name, HOST, size))
+    heads = {f"head-{bundle.precision(name).head}" for name in precisions}
+    if not chosen.isdisjoint(STEPS):
+        heads.discard("head-int8")  # packed weights have it
+    for name in sorted(heads):
+        size = _file_bytes(bundle, name) * _ON_CPU.get(name, _REPACKED)
+        copies.append(Copy(name, HOST, size))
     return tuple(copies)
 
 

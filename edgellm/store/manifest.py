@@ -6,6 +6,7 @@ import math
 import mmap
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,8 @@ def forget_pages(array: NDArray[Any]) -> None:
     while base is not None and not isinstance(base, mmap.mmap):
         base = base.base
     if base is not None and hasattr(mmap, "MADV_DONTNEED"):
-        base.madvise(mmap.MADV_DONTNEED)
+        with suppress(OSError):  # of pages that the process holds in memory
+            base.madvise(mmap.MADV_DONTNEED)
 
 
 def map_arrays(root: Path, arrays: Mapping[str, StoredArray]) -> dict[str, NDArray[Any]]:

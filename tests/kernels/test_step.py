@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from instruction_sets import in_turn
+from instruction_sets import HERE_OR_NONE, in_turn
 from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVEN, WIDE, Shape
 from random_model import MIXTURES, NARROW, TABLE, VOCABULARY, Model, View, span_of
 
@@ -97,7 +97,7 @@ CUT = [
 
 @pytest.mark.parametrize(
     ("compiled", "case"),
-    in_turn((shape, ("int8", "f32")[i % 2]) for i, shape in enumerate(CUT)),
+    in_turn((shape, ("int8", "f32")[i // len(HERE_OR_NONE) % 2]) for i, shape in enumerate(CUT)),
     indirect=["compiled"],
     ids=str,
 )

@@ -9,9 +9,8 @@ import pytest
 from inspection import play_provider, set_costs
 from layered_checks import PROMPTS, in_company
 
-from edgellm.backends import int8_support
+from edgellm.backends import int8_support, selection
 from edgellm.backends.providers import CPU
-from edgellm.backends.selection import select
 from edgellm.engine import auto_backend
 from edgellm.engine.auto_backend import auto_choice, prepare_for
 from edgellm.export import export
@@ -175,9 +174,9 @@ def test_no_layered_prompts_on_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_a_gpu_is_not_chosen_for_what_none_has_computed(
     measured: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_gpu = replace(select(NATIVE), decode="triton")
-    monkeypatch.setattr(auto_backend, "select", lambda *_: with_gpu)
-    monkeypatch.setattr(auto_backend, "why_untried", lambda *_: "it has new parts")
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    for module in (selection, auto_backend):
+        monkeypatch.setattr(module, "why_untried", lambda *_: "it has new parts")
     _, options, note = prepare_for(str(measured), EngineOptions())
     assert (options.decode, note) == ("native", "decode native, not triton: it has new parts")
-    assert prepare_for(str(measured), EngineOptions(decode="triton"))[2] is None
+    assert selection.select(EngineOptions(), open_bundle(measured).config).decode == "native"

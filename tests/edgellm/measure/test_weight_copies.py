@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import shutil
 import sys
 from dataclasses import replace
@@ -46,15 +47,15 @@ def test_copies_are_those_of_the_files(bundle: Bundle) -> None:
     arrays = map_arrays(bundle.path, bundle.precision("packed").arrays)
     assert native["embedding and LM head"] == sum(arrays[x].nbytes for x in ("embedding", "head"))
     assert sum(native.values()) == packed
+    head = files["head-f32/weights.bin"]
     assert held(bundle, prefill="cpu", decode="native", precision="f32") == (
-        {**native, "f32": f32},
+        {**native, "f32": f32, "head-f32": head},
         {},
     )
     assert held(bundle, prefill="openvino", decode="native", precision="f32") == (
-        native,
+        {**native, "head-f32": head},
         {"f32 in 2 chunk sizes": 2 * f32},
     )
-    head = files["head-f32/weights.bin"]
     chunked, _ = held(bundle, prefill="cpu", decode="chunked", precision="f32")
     assert chunked == {"f32": f32, "head-f32": head}
     host, device = held(bundle, prefill="triton", decode="triton")
@@ -66,7 +67,7 @@ def test_copies_are_those_of_the_files(bundle: Bundle) -> None:
 def test_no_copy_is_opened_twice(
     bundle: Bundle, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph for each segment, and no LM head or embedding beside those of packed weights."""
+    """A graph for each segment; besides packed ones at most a float32 LM head is opened."""
     opened: list[Path] = []
     mapped: list[Path] = []
     open_session, memmap = segments.open_session, np.memmap
@@ -83,10 +84,12 @@ def test_no_copy_is_opened_twice(
     monkeypatch.setattr(manifest.np, "memmap", mapping)
     llm = load(str(bundle.path), prefill="cpu", precision=precision, decode="native")
     llm.generate(TOKENS, max_tokens=2, ignore_eos=True)
-    assert sorted(opened) == [bundle.path / precision / f"{index:03}.onnx" for index in range(3)]
+    graphs = [f"{precision}/{index:03}.onnx" for index in range(3)]
+    head = ["head-f32/head.onnx"] if precision == "f32" else []
+    assert sorted(opened) == sorted(bundle.path / name for name in graphs + head)
     folders = [path.parent.name for path in mapped]
     assert folders.count("packed") == 1
-    assert set(folders) <= {"packed", "keys"}
+    assert set(folders) <= {"packed", "keys", *(name.split("/")[0] for name in head)}
     weights = sum(copy.bytes for copy in llm.engine.memory.copies)
     assert llm.engine.memory.weights == weights
 
@@ -96,7 +99,7 @@ def test_mapped_files_are_measured(bundle: Bundle, tmp_path: Path) -> None:
     # models of other tests may have the files themselves open, and let go of them meanwhile
     bundle = replace(bundle, path=shutil.copytree(bundle.path, tmp_path / "own"))
     path = bundle.path / "packed" / "weights.bin"
-    pages = -(-path.stat().st_size // 4096) * 4096
+    pages = -(-path.stat().st_size // mmap.PAGESIZE) * mmap.PAGESIZE
     assert resident(bundle).mapped == {}
     arrays = map_arrays(bundle.path, bundle.precision("packed").arrays)
     sums = {name: int(array.view(np.uint8).sum()) for name, array in arrays.items()}
@@ -115,3 +118,14 @@ def test_every_way_to_run_is_described(bundle: Bundle) -> None:
     assert {"cpu in f32", "accelerator in f32", "cpu in w8a8"} < set(copies)
     assert "accelerator in w8a8" not in copies
     assert Copy("f32", HOST, bundle.manifest.files["f32/weights.bin"].bytes) in copies["cpu in f32"]
+
+
+@pytest.mark.skipif(library() is None, reason="packed weights need the C++ kernels")
+def test_float32_graphs_keep_a_float32_head(bundle: Bundle) -> None:
+    """Packed weights of a float checkpoint have a rounded one, which decode reads."""
+    logprobs = []
+    for decode in ("reference", "native"):
+        llm = load(str(bundle.path), prefill="cpu", precision="f32", kv_format="f32", decode=decode)
+        answer = llm.generate(TOKENS, max_tokens=2, temperature=0, logprobs=1, ignore_eos=True)
+        logprobs.append(answer.logprobs[0])
+    np.testing.assert_allclose(logprobs[0], logprobs[1], atol=1e-5)
