@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, BlockTable, KVBlocks
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sealed_blocks import sealed_end
 
 
 def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
@@ -48,6 +49,22 @@ def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDA
         raise ValueError(
             f"positions {start} to {start + tokens} do not lie in a table of {len(ids)} blocks"
         )
+    return ids
+
+
+def sealed_ids(table: BlockTable, blocks: KVBlocks, *, tokens: int) -> NDArray[np.int64] | None:
+    """Return a table of sealed blocks as an array, after a check that it covers those of `tokens`
+    tokens; None where the format seals none.
+
+    Raises:
+        ValueError: the pool has no such block, or the table is too short.
+    """
+    if blocks.format not in SEALED:
+        return None
+    ids = indices(table, 0 if blocks.sealed is None else blocks.sealed.count, "sealed block id")
+    needed = sealed_end(tokens)
+    if needed > max(1, len(ids)):
+        raise ValueError(f"a table of {len(ids)} sealed blocks; needed are those before {needed}")
     return ids
 
 

@@ -22,6 +22,9 @@ token's `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 where the values of a key, and of int4's V rows, are the row after the Hadamard transform
 (`hadamard/`). The largest number of a key is far larger than most; those of V are nearly alike.
 
+Formats that seal blocks, k8v4 and k4v4, have int8 rows whose V went through the transform as well;
+`sealed_blocks.py` has what becomes of them.
+
 A model with latents has them in place of V. A latent is a part of its token's key as well, behind
 the part that RoPE turns, which K holds.
 """
@@ -30,28 +33,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from edgellm.kernels.sealed_blocks import SealedBlocks
 
 BLOCK = 128
 QUAD = 4
 PANEL = 16
 
-KVFormat = Literal["int8", "int4", "f16", "f32"]
+KVFormat = Literal["int8", "int4", "f16", "f32", "k8v4", "k4v4"]
 KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
+# Formats that seal full blocks, in C++ alone, and those that keep all rows as they are.
+SEALED = ("k8v4", "k4v4")
+ROW_FORMATS = tuple(format for format in KV_FORMATS if format not in SEALED)
 _DTYPES: dict[KVFormat, type[np.generic]] = {
     "int8": np.int8,
     "int4": np.uint8,
     "f16": np.float16,
     "f32": np.float32,
+    "k8v4": np.int8,
+    "k4v4": np.int8,
 }
 
 # Formats with a scale for each row, whose keys are rounded after the Hadamard transform.
-SCALED = ("int8", "int4")
+SCALED = ("int8", "int4", *SEALED)
 # Formats whose V rows are rounded after the Hadamard transform too.
-SPREAD_VALUES = ("int4",)
+SPREAD_VALUES = ("int4", *SEALED)
 # Version of the meaning of a block's bytes: blocks kept under another version are not read.
 LAYOUT_VERSION = 3
 
@@ -62,9 +73,9 @@ BlockTable = Sequence[int]
 class KVBlocks:
     """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
-    `key_offset` belongs to the model, and is not among `arrays`. `latent` is the width of latents
-    in place of V, or 0. Methods take and return rows as the numbers that a scale multiplies: int8
-    codes, or floats.
+    `key_offset` belongs to the model, and is not among `arrays`, nor are the sealed blocks of the
+    same layers. `latent` is the width of latents in place of V, or 0. Methods take and return rows
+    as the numbers that a scale multiplies: int8 codes, or floats.
     """
 
     format: KVFormat
@@ -74,6 +85,7 @@ class KVBlocks:
     v_scale: NDArray[np.float32] | None
     key_offset: NDArray[np.float32] | None = None
     latent: int = 0
+    sealed: SealedBlocks | None = None
 
     @property
     def count(self) -> int:
@@ -185,10 +197,14 @@ class KVView:
     """Blocks of one sequence in a pool.
 
     Positions before the window of every layer are never read, and may have any block in `table`.
+
+    Attributes:
+        sealed: table of the sealed blocks, of formats that have some.
     """
 
     blocks: KVBlocks
     table: BlockTable
+    sealed: BlockTable = ()
 
 
 def allocate(
@@ -200,6 +216,7 @@ def allocate(
     head_dim: int,
     key_offset: NDArray[np.float32] | None = None,
     latent: int = 0,
+    sealed: SealedBlocks | None = None,
 ) -> KVBlocks:
     """Allocate a pool of KV blocks; pages are not touched, so memory grows as blocks are written.
 
@@ -208,6 +225,7 @@ def allocate(
         head_dim: multiple of 4, of 8 for int4.
         key_offset: `[layers, kv_heads, head_dim]` float32, or None.
         latent: width of latents in place of V; 0: V has heads of `head_dim`.
+        sealed: sealed blocks of the same layers.
 
     Raises:
         ValueError: `key_offset` has another dtype or shape.
@@ -228,7 +246,7 @@ def allocate(
         k_scale, v_scale = (
             np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in range(2)
         )
-    return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent)
+    return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent, sealed)
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:

@@ -24,7 +24,9 @@ ISAS = ("amx", "avx512", "avxvnni", "avx2", "neon", "scalar")
 MAX_HEAD_DIM = 512
 _NAME = "edgellm_cpu"
 _KV_POINTERS = ("k", "v", "k_scale", "v_scale", "key_offset", "table")
-_FORMATS: dict[KVFormat, int] = {"int8": 0, "f32": 1, "f16": 2, "int4": 3}
+_SEALED_POINTERS = ("k", "v", "k_scale", "v_scale", "table")
+# In the order of `Format` in cpu/kv_blocks.h.
+_FORMATS: tuple[KVFormat, ...] = ("int8", "f32", "f16", "int4", "k8v4", "k4v4")
 
 
 @cache
@@ -43,7 +45,7 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
     loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "linear", "candidates", "experts"):
+    for name in ("attend", "append", "seal", "linear", "candidates", "experts"):
         loaded[f"edgellm_{name}"].restype = None
     for name in ("short_conv", "mamba2", "delta_net"):
         loaded[f"edgellm_{name}"].restype = None
@@ -107,18 +109,38 @@ def library_for(blocks: KVBlocks) -> ctypes.CDLL | None:
     return library() if blocks.head_dim <= MAX_HEAD_DIM else None
 
 
+class Sealed(ctypes.Structure):
+    """Sealed blocks of a sequence; the fields are those of cpu/kv_blocks.h, in their order."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _SEALED_POINTERS]
+
+
 class KV(ctypes.Structure):
     """Blocks of a sequence in a pool; the fields are those of cpu/kv_blocks.h, in their order."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in _KV_POINTERS),
+        ("sealed", Sealed),
         *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("latent", "format")),
+        *((name, ctypes.c_int32) for name in ("latent", "format", "sealed_pool")),
     ]
 
     @classmethod
-    def of(cls, blocks: KVBlocks, table: NDArray[np.int64]) -> KV:
-        """Point at the pool's arrays and at `table`, which must outlive the structure."""
+    def of(
+        cls,
+        blocks: KVBlocks,
+        table: NDArray[np.int64],
+        sealed: NDArray[np.int64] | None = None,
+        *,
+        sealed_pool: int = 0,
+    ) -> KV:
+        """Point at the arrays of pools and at tables, which must outlive the structure.
+
+        Args:
+            sealed: table of the sealed blocks.
+            sealed_pool: number of their pool, in a step.
+        """
+        arrays = () if blocks.sealed is None else blocks.sealed.arrays
         return cls(
             address(blocks.k),
             address(blocks.v),
@@ -126,11 +148,13 @@ class KV(ctypes.Structure):
             address(blocks.v_scale),
             address(blocks.key_offset),
             address(table),
+            Sealed(*map(address, arrays), address(sealed)) if arrays else Sealed(),
             blocks.layers,
             blocks.kv_heads,
             blocks.head_dim,
             blocks.latent,
-            _FORMATS[blocks.format],
+            _FORMATS.index(blocks.format),
+            sealed_pool,
         )
 
 

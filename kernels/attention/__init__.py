@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.attention import native, portable
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks
 from edgellm.kernels.native import library_for
 
 __all__ = ["attend"]
@@ -19,6 +19,7 @@ def attend(
     q: NDArray[np.float32],
     start: int,
     *,
+    sealed: BlockTable = (),
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -33,6 +34,7 @@ def attend(
 
     Args:
         blocks, table: pool, and block ids of the sequence.
+        sealed: ids of its sealed blocks, of formats that have some.
         q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
@@ -42,8 +44,13 @@ def attend(
 
     Returns:
         `[C, H, D]` float32.
+
+    Raises:
+        ValueError: the format seals blocks, and C++ was not built.
     """
     compiled = library_for(blocks)
+    if compiled is None and blocks.format in SEALED:
+        raise ValueError(f"{blocks.format} without C++ kernels; needed is another format")
     if compiled is None:
         return portable.attend(
             blocks, table, layer, q, start, window=window, scale=scale, softcap=softcap, sinks=sinks
@@ -55,6 +62,7 @@ def attend(
         layer,
         q,
         start,
+        sealed=sealed,
         window=window,
         scale=scale,
         softcap=softcap,

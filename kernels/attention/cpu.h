@@ -75,11 +75,11 @@ struct TileState {
 #include "float_rows.h"
 
 // Rows first .. first + rows of a KV head over key splits from .. to; `parts` [rows, value_dim + 2].
-// `next_row` of the pool is where this thread will likely go on afterwards.
+// `next` is where this thread will likely go on afterwards.
 struct AttendTask {
     int layer, kv_head, first, rows, from, to;
     float* parts;
-    size_t next_row;
+    edgellm::BlockPlace next;
 };
 
 template <typename Rows>
@@ -116,6 +116,10 @@ private:
 
     int position(int r) const { return queries_.start + (task_.first + r) / group_; }
 
+    edgellm::BlockPlace place(int base) const {
+        return kv_.place(base, position(0), task_.layer, task_.kv_head);
+    }
+
     void split(int begin) {
         const int end = std::min(begin + edgellm::SPLIT, position(task_.rows - 1) + 1);
         for (int r = 0; r < task_.rows; ++r) {
@@ -130,8 +134,7 @@ private:
             const int count = std::min(edgellm::BLOCK, end - base);
             const int next = base + edgellm::BLOCK;
             const bool last = next >= end && (begin / edgellm::SPLIT + 1 == task_.to);
-            rows_.open(kv_.first_row(base, task_.layer, task_.kv_head),
-                       last ? task_.next_row : kv_.first_row(next, task_.layer, task_.kv_head), count);
+            rows_.open(place(base), last ? task_.next : place(next), count);
             tiles<true>(0, std::min(TILE, task_.rows), base, count);
             tiles<false>(TILE, task_.rows, base, count);
         }
@@ -186,8 +189,24 @@ private:
     float *maximum_, *total_, *scores_, *part_, *values_;
 };
 
+// The rows of a walk lie in one block, and agree on which ones they read sealed.
+inline void attend_sealed(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+    const int group = queries.heads / kv.kv_heads;
+    for (int done = 0; done < task.rows;) {
+        AttendTask part = task;
+        part.first += done;
+        const int token = part.first / group, in_block = (queries.start + token) % edgellm::BLOCK;
+        part.rows = std::min(task.rows - done, (token + edgellm::BLOCK - in_block) * group - part.first);
+        part.parts += size_t(done) * (kv.value_dim() + 2);
+        Walk<SealedRows>(kv, queries, part).run();
+        done += part.rows;
+    }
+}
+
 inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
     switch (kv.format) {
+        case edgellm::K8V4:
+        case edgellm::K4V4: return attend_sealed(kv, queries, task);
         case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
         case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
         case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();
@@ -209,8 +228,8 @@ inline void attend(const edgellm::AttendCall& call) {
     const int tasks = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
         static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
-        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts, 0};
-        task.next_row = call.kv.first_row(0, call.layer, task.kv_head);
+        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts, {}};
+        task.next = {call.kv.first_row(0, call.layer, task.kv_head), false};
         task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
         task.to = edgellm::split_count(queries.start + (task.first + task.rows - 1) / group + 1);
         attend_rows(call.kv, queries, task);

@@ -22,9 +22,9 @@ public:
         for (int d = 0; d < key_dim_; ++d) queries_[size_t(r) * key_dim_ + d] = q[d] * norm;
     }
 
-    void open(size_t first_row, size_t, int count) {
-        const T* k = static_cast<const T*>(kv_.k) + first_row * kv_.head_dim;
-        const T* v = static_cast<const T*>(kv_.v) + first_row * value_dim_;
+    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace&, int count) {
+        const T* k = static_cast<const T*>(kv_.k) + here.row * kv_.head_dim;
+        const T* v = static_cast<const T*>(kv_.v) + here.row * value_dim_;
         const int step = padded(value_dim_);
         for (int d = 0; d < kv_.head_dim; ++d)
             for (int j = 0; j < count; ++j) keys_[d * edgellm::BLOCK + j] = number(k[kv_.key_place(j, d)]);

@@ -1,4 +1,4 @@
-// Query rows against int8 and int4 blocks (see cpu.h); included once for each instruction set.
+// Query rows against int8, int4 and sealed blocks (see cpu.h); included once for each instruction set.
 
 // Brings a cache line into the second-level cache. While a block is computed the next one is fetched, a
 // line with each that is read.
@@ -102,13 +102,13 @@ public:
         if (kv_.latent) latent_queries_.set(r, q + head_dim_, norm, kv_.spread(false));
     }
 
-    // The block at `first_row` of the pool; the one at `next_row` will follow.
-    void open(size_t first_row, size_t next_row, int count) {
-        k_ = static_cast<const int8_t*>(kv_.k) + first_row * head_dim_;
-        v_ = static_cast<const int8_t*>(kv_.v) + first_row * value_dim_;
-        k_scale_ = kv_.k_scale + first_row;
-        v_scale_ = kv_.v_scale + first_row;
-        const ptrdiff_t rows = ptrdiff_t(next_row) - ptrdiff_t(first_row);
+    // A block, and the one that will follow.
+    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
+        k_ = static_cast<const int8_t*>(kv_.k) + here.row * head_dim_;
+        v_ = static_cast<const int8_t*>(kv_.v) + here.row * value_dim_;
+        k_scale_ = kv_.k_scale + here.row;
+        v_scale_ = kv_.v_scale + here.row;
+        const ptrdiff_t rows = rows_between(here, next);
         k_to_next_ = rows * head_dim_;
         v_to_next_ = rows * value_dim_;
         if (kv_.latent) turn_latents(count);
@@ -202,6 +202,20 @@ private:
     }
 
 protected:
+    // From a block to the next one; 0 where that is in another pool.
+    static ptrdiff_t rows_between(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next) {
+        return here.sealed == next.sealed ? ptrdiff_t(next.row) - ptrdiff_t(here.row) : 0;
+    }
+
+    // Makes 8 bits a code of 4 bits, `stride` rows at a time, and fetches what will be read next.
+    static void unpack(const uint8_t* codes, ptrdiff_t to_next, int count, int stride, int width, int8_t* out) {
+        const int run = stride * width;
+        for (int j = 0; j < count; j += stride, codes += run / 2, out += run) {
+            for (int i = 0; i < run / 2; i += 64) fetch(codes + to_next + i);
+            unpack_codes4(codes, run / 2, out);
+        }
+    }
+
     // Quads of values of 4 tokens become quads of 4 numbers of a key.
     void turn_latents(int count) {
         for (int row = 0; row < count; row += 4) {
@@ -238,26 +252,96 @@ public:
         values_ = keys_ + edgellm::BLOCK * size_t(head_dim_);
     }
 
-    void open(size_t first_row, size_t next_row, int count) {
-        const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + first_row * head_dim_ / 2;
-        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + first_row * value_dim_ / 2;
-        const int panel = edgellm::KEYS * head_dim_, quad = 4 * value_dim_;
-        const ptrdiff_t rows = ptrdiff_t(next_row) - ptrdiff_t(first_row);
-        for (int j = 0; j < count; j += edgellm::KEYS, k += panel / 2) {
-            for (int i = 0; i < panel / 2; i += 64) fetch(k + rows * head_dim_ / 2 + i);
-            unpack_codes4(k, panel / 2, keys_ + size_t(j) * head_dim_);
-        }
-        for (int j = 0; j < count; j += 4, v += quad / 2) {
-            for (int i = 0; i < quad / 2; i += 64) fetch(v + rows * value_dim_ / 2 + i);
-            unpack_codes4(v, quad / 2, values_ + size_t(j) * value_dim_);
-        }
+    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
+        const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + here.row * head_dim_ / 2;
+        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + here.row * value_dim_ / 2;
+        const ptrdiff_t rows = rows_between(here, next);
+        unpack(k, rows * head_dim_ / 2, count, edgellm::KEYS, head_dim_, keys_);
+        unpack(v, rows * value_dim_ / 2, count, 4, value_dim_, values_);
         k_ = keys_;
         v_ = values_;
-        k_scale_ = kv_.k_scale + first_row;
-        v_scale_ = kv_.v_scale + first_row;
+        k_scale_ = kv_.k_scale + here.row;
+        v_scale_ = kv_.v_scale + here.row;
         if (kv_.latent) turn_latents(count);
     }
 
 private:
     int8_t *keys_, *values_;
+};
+
+// Blocks of int8 rows, whose values went through the Hadamard transform as well, and sealed ones.
+class SealedRows : public Int8Rows {
+public:
+    static size_t bytes(const edgellm::KV& kv) {
+        const size_t width = kv.head_dim, all = edgellm::ROWS_PER_TASK * width;
+        return 64 + Int8Rows::bytes(kv) + 2 * edgellm::BLOCK * width + CodedQueries::bytes(kv.head_dim) + 4 * all +
+               4 * edgellm::BLOCK;
+    }
+
+    SealedRows(const edgellm::KV& kv, char* memory)
+        : Int8Rows(kv, memory), keys_(reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64)),
+          values_(keys_ + edgellm::BLOCK * size_t(head_dim_)),
+          tile_(reinterpret_cast<char*>(values_ + edgellm::BLOCK * size_t(head_dim_)), head_dim_) {
+        plain_ = reinterpret_cast<float*>(values_ + edgellm::BLOCK * size_t(head_dim_)) + CodedQueries::bytes(head_dim_) / 4;
+        ones_ = plain_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
+        std::fill(ones_, ones_ + edgellm::BLOCK, 1.0f);
+    }
+
+    void set_query(int r, const float* q, float norm) {
+        Int8Rows::set_query(r, q, norm);
+        for (int d = 0; d < head_dim_; ++d) plain_[size_t(r) * head_dim_ + d] = q[d] * norm;
+    }
+
+    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
+        by_channel_ = here.sealed && kv_.format == edgellm::K4V4;
+        if (!here.sealed) return Int8Rows::open(here, next, count);
+        const edgellm::Sealed& sealed = kv_.sealed;
+        const ptrdiff_t rows = rows_between(here, next);
+        const size_t at = here.row * head_dim_;
+        if (by_channel_) {
+            unpack(static_cast<const uint8_t*>(sealed.k) + at / 2, rows * head_dim_ / 2, count, edgellm::KEYS,
+                   head_dim_, keys_);
+            k_ = keys_;
+            k_to_next_ = 0;
+            half_ = sealed.k_scale + here.row / edgellm::BLOCK * 2 * head_dim_;
+        } else {
+            k_ = static_cast<const int8_t*>(sealed.k) + at;
+            k_to_next_ = rows * head_dim_;
+            k_scale_ = sealed.k_scale + here.row;
+        }
+        unpack(static_cast<const uint8_t*>(sealed.v) + at / 2, rows * head_dim_ / 2, count, 4, head_dim_, values_);
+        v_ = values_;
+        v_to_next_ = 0;
+        v_scale_ = sealed.v_scale + here.row;
+    }
+
+    // A channel's scale goes into the queries, which are rounded anew for each block:
+    // q . k = sum of (q half) code, and of q mid.
+    template <int R, bool AHEAD>
+    void score(int first, int width, float* scores) {
+        if (!by_channel_) return Int8Rows::score<R, AHEAD>(first, width, scores);
+        float scaled[edgellm::MAX_HEAD_DIM], shift[R];
+        for (int r = 0; r < R; ++r) {
+            const float* q = plain_ + size_t(first + r) * head_dim_;
+            shift[r] = 0;
+            for (int d = 0; d < head_dim_; ++d) {
+                scaled[d] = q[d] * half_[d];
+                shift[r] += q[d] * half_[head_dim_ + d];
+            }
+            tile_.set(r, scaled, 1, false);
+        }
+        tile_.score<R, false, false>(0, width, k_, ones_, k_, scores);
+        for (int r = 0; r < R; ++r)
+            for (int j = 0; j < width; j += LANES) {
+                float* at = scores + r * edgellm::BLOCK + j;
+                store(at, load(at) + splat(shift[r]));
+            }
+    }
+
+private:
+    int8_t *keys_, *values_;
+    CodedQueries tile_;  // of the rows of a tile, for a block
+    float *plain_, *ones_;
+    const float* half_ = nullptr;  // of each channel, then the middles
+    bool by_channel_ = false;
 };

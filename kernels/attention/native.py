@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.checks import block_ids, floats
+from edgellm.kernels.checks import block_ids, floats, sealed_ids
 from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
@@ -34,6 +34,7 @@ def attend(
     q: NDArray[np.float32],
     start: int,
     *,
+    sealed: BlockTable = (),
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -59,7 +60,7 @@ def attend(
     ids = block_ids(table, blocks.count, start=start, tokens=tokens)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
-        KV.of(blocks, ids),
+        KV.of(blocks, ids, sealed_ids(sealed, blocks, tokens=start + tokens)),
         address(queries),
         heads,
         tokens,

@@ -25,6 +25,8 @@ extern "C" {
 
 void edgellm_append(const edgellm::AppendCall* call) { EDGELLM_CALL(append(*call)) }
 
+void edgellm_seal(const edgellm::SealCall* call) { EDGELLM_CALL(seal(*call)) }
+
 void edgellm_attend(const edgellm::AttendCall* call) { EDGELLM_CALL(attend(*call)) }
 
 void edgellm_linear(const edgellm::LinearCall* call) { EDGELLM_CALL(linear(*call)) }

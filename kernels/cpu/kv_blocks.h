@@ -1,6 +1,7 @@
 // The KV cache as the kernels see it; the layout is described in kernels/kv_blocks.py.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -9,7 +10,20 @@ namespace edgellm {
 constexpr int BLOCK = 128;
 constexpr int KEYS = 16;  // keys that share a panel
 
-enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2, INT4 = 3 };
+enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2, INT4 = 3, K8V4 = 4, K4V4 = 5 };
+
+// Sealed blocks of a sequence; the layout is described in kernels/sealed_blocks.py.
+struct Sealed {
+    void *k, *v;
+    float *k_scale, *v_scale;
+    const int64_t* table;  // block ids of the sequence
+};
+
+// Where the rows of a block and KV head begin, counted in rows of a pool.
+struct BlockPlace {
+    size_t row;
+    bool sealed;  // which pool
+};
 
 // One sequence's part of the pool; the same fields, in the same order, as in native.py.
 struct KV {
@@ -18,7 +32,9 @@ struct KV {
     float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 and int4 only, else null
     const float* key_offset;   // [layers, kv_heads, head_dim], what K is stored less; or null
     const int64_t* table;      // block ids of the sequence
+    Sealed sealed;             // of formats that seal blocks
     int32_t layers, kv_heads, head_dim, latent, format;
+    int32_t sealed_pool;       // of a step's pools, the one whose table `sealed` has
 
     // Latents stand in place of V, and are a part of each key as well, behind what `k` has of it.
     int value_dim() const { return latent ? latent : head_dim; }
@@ -32,8 +48,21 @@ struct KV {
         return bytes;
     }
 
+    bool seals() const { return format == K8V4 || format == K4V4; }
+
+    // The sealed blocks as a pool of bytes.
+    KV sealed_bytes() const {
+        KV bytes = as_bytes();
+        bytes.k = sealed.k;
+        bytes.v = sealed.v;
+        return bytes;
+    }
+
+    // Blocks from 1 to before this one are sealed in a sequence of so many tokens.
+    static int sealed_end(int tokens) { return std::max(1, (tokens - 1) / BLOCK - 1); }
+
     // Whether rows go through the Hadamard transform before they are rounded.
-    bool spread(bool key) const { return format == INT4 || (format == INT8 && key); }
+    bool spread(bool key) const { return format == INT4 || seals() || (format == INT8 && key); }
 
     // Where a number lies within its block and KV head.
     size_t key_place(int row, int d) const { return key_place(row, d, head_dim); }
@@ -46,8 +75,18 @@ struct KV {
 
     // Where the rows of a position's block and KV head begin, counted in rows of the whole pool.
     size_t first_row(int position, int layer, int kv_head) const {
-        const size_t record = size_t(table[position / BLOCK]) * layers + layer;
-        return (record * kv_heads + kv_head) * BLOCK;
+        return first_row_in(table[position / BLOCK], layer, kv_head);
+    }
+    size_t first_row_in(int64_t block, int layer, int kv_head) const {
+        return ((size_t(block) * layers + layer) * kv_heads + kv_head) * BLOCK;
+    }
+
+    // What a query at position `from` reads of the block of a position.
+    BlockPlace place(int position, int from, int layer, int kv_head) const {
+        const int block = position / BLOCK;
+        if (!seals() || block == 0 || block >= sealed_end(from + 1))
+            return {first_row(position, layer, kv_head), false};
+        return {first_row_in(sealed.table[block], layer, kv_head), true};
     }
 };
 

@@ -66,7 +66,7 @@ inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_ro
         return base + (key ? kv.key_place(row, d) : kv.value_place(row, d));
     };
     void* all = key ? kv.k : kv.v;
-    const bool scaled = kv.format == edgellm::INT8 || kv.format == edgellm::INT4;
+    const bool scaled = kv.format != edgellm::F32 && kv.format != edgellm::F16;
     float unused, &scale = scaled ? (key ? kv.k_scale : kv.v_scale)[first_row + row] : unused;
     if (kv.spread(key)) hadamard(x, width);
     if (kv.format == edgellm::F32) {

@@ -6,6 +6,7 @@
 #include "../delta_net/call.h"
 #include "../experts/call.h"
 #include "../kv_append/call.h"
+#include "../kv_seal/call.h"
 #include "../latent/call.h"
 #include "../linear/call.h"
 #include "../lora/call.h"

@@ -9,12 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.experts.native import BESIDE
-from edgellm.kernels.kv_blocks import KVBlocks
+from edgellm.kernels.kv_blocks import SEALED, KVBlocks
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.sealed_blocks import SealedBlocks
 from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step.weights import VECTORS, LayerWeights, Weights
+
+Pool = KVBlocks | SealedBlocks | StateBlocks
 
 
 def check_weights(weights: Weights, *, ropes: int) -> None:
@@ -239,12 +242,15 @@ def _check_shared(layer: LayerWeights, hidden: int) -> None:
         _require_floats(name, weight, hidden)
 
 
-def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+def check_pools(weights: Weights, pools: Sequence[Pool]) -> None:
     """Refuse pools of KV blocks or states that were made for another model.
+
+    Sealed blocks come behind the others.
 
     Raises:
         ValueError: the number of pools, or their layers, heads, states or formats differ.
     """
+    _check_sealed(weights, pools)
     if any(layer.slot is not None for layer in weights.layers):
         return _check_pools_of_another(weights, pools)
     needed: list[tuple[int, ...]] = []
@@ -262,6 +268,7 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         if isinstance(blocks, StateBlocks)
         else (blocks.layers, blocks.kv_heads, blocks.head_dim, blocks.latent)
         for blocks in pools
+        if not isinstance(blocks, SealedBlocks)
     ]
     if there != needed:
         raise ValueError(
@@ -272,7 +279,17 @@ def check_pools(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> No
         raise ValueError("pools of several formats; needed is one")
 
 
-def _check_pools_of_another(weights: Weights, pools: Sequence[KVBlocks | StateBlocks]) -> None:
+def _check_sealed(weights: Weights, pools: Sequence[Pool]) -> None:
+    """Check that sealed blocks and the pools whose blocks they were are there together."""
+    kv = [blocks for blocks in pools if isinstance(blocks, KVBlocks) and blocks.format in SEALED]
+    needed = [*kv, *(blocks.sealed for blocks in kv)]
+    if kv and [id(blocks) for blocks in pools] != [id(blocks) for blocks in needed]:
+        raise ValueError("sealed blocks beside pools of another kind, or not in their order")
+    if kv and any(layer.window or layer.latent for layer in weights.layers):
+        raise ValueError("sealed blocks of layers with windows or latents; needed are others")
+
+
+def _check_pools_of_another(weights: Weights, pools: Sequence[Pool]) -> None:
     """Check the pools of another model, whose K and V all layers read."""
     for index, layer in enumerate(weights.layers):
         pool = pools[layer.pool] if 0 <= layer.pool < len(pools) else None

@@ -70,7 +70,7 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    int phases() const { return (22 + b_.adapters.phases()) * model_.layer_count + 5; }
+    int phases() const { return (23 + b_.adapters.phases()) * model_.layer_count + 5; }
 
     bool stopped() const { return stop_; }
 
@@ -301,9 +301,29 @@ private:
             append_token(kv_of(layer, span_of_[r]), rope, layer.head_norms, layer.slot, heads.heads, position(r), qkv,
                          q);
         });
+        if (layer.has_own_kv()) seal_blocks(worker, layer);
         attention(worker, layer, heads);
         every_row(
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
+    }
+
+    // Seals the blocks that a row of a span is the first to read so.
+    void seal_blocks(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        if (!call_.pools[layer.pool].seals()) return;
+        const int heads = call_.pools[layer.pool].kv_heads;
+        const auto blocks = [&](int s) {
+            const edgellm::Span& span = call_.spans[s];
+            const int first = edgellm::KV::sealed_end(span.start);
+            return std::pair<int, int>{first, edgellm::KV::sealed_end(span.start + span.rows) - first};
+        };
+        int count = 0;
+        for (int s = 0; s < call_.span_count; ++s) count += heads * blocks(s).second;
+        if (count == 0) return;
+        worker.each(count, [&](int item) {
+            int s = 0;
+            for (; item >= heads * blocks(s).second; ++s) item -= heads * blocks(s).second;
+            seal(kv_of(layer, s), layer.slot, item % heads, blocks(s).first + item / heads);
+        });
     }
 
     // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
@@ -454,6 +474,7 @@ private:
     edgellm::KV kv_of(const edgellm::Layer& layer, int span) const {
         edgellm::KV kv = call_.pools[layer.pool];
         kv.table = call_.spans[span].tables[layer.pool];
+        if (kv.seals()) kv.sealed.table = call_.spans[span].tables[kv.sealed_pool];
         return kv;
     }
 
@@ -495,8 +516,9 @@ private:
             const int to = whole ? edgellm::split_count(span.start + (first + rows - 1) / group + 1) : from + 1;
             // threads that are equally fast take turns
             const Attention next = attention_of(heads, std::min(item + call_.threads, items - 1));
-            const size_t next_row = kv_of(layer, next.span)
-                                        .first_row(next.split * edgellm::SPLIT, layer.slot, next.kv_head);
+            const edgellm::BlockPlace next_place =
+                kv_of(layer, next.span)
+                    .place(next.split * edgellm::SPLIT, call_.spans[next.span].start, layer.slot, next.kv_head);
             const edgellm::Queries queries{b_.q + size_t(places_.spans[at.span].row) * heads.width(),
                                            heads.heads,
                                            span.rows,
@@ -507,7 +529,7 @@ private:
                                            layer.sinks};
             attend_rows(kv_of(layer, at.span), queries,
                         {layer.slot, at.kv_head, first, rows, from, to,
-                         part(heads, at.span, at.split, at.kv_head, first), next_row});
+                         part(heads, at.span, at.split, at.kv_head, first), next_place});
         });
     }
 

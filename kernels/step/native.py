@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.checks import block_ids, check_rope, indices
+from edgellm.kernels.checks import block_ids, check_rope, indices, sealed_ids
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
@@ -30,10 +30,11 @@ from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import Mamba2Layer
 from edgellm.kernels.native import KV, Rope, StateTarget, address
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sealed_blocks import SealedBlocks
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
 from edgellm.kernels.state_blocks import StateBlocks, StateView
-from edgellm.kernels.step.checks import check_adapter, check_pools, check_weights
+from edgellm.kernels.step.checks import Pool, check_adapter, check_pools, check_weights
 from edgellm.kernels.step.span import (
     LayerGroup,
     StepSpan,
@@ -244,7 +245,7 @@ class FusedStep:
         library: ctypes.CDLL,
         weights: Weights,
         ropes: Sequence[RopeTable],
-        pools: Sequence[KVBlocks | StateBlocks],
+        pools: Sequence[Pool],
         *,
         expert_memory: int | None = None,
     ) -> None:
@@ -252,7 +253,7 @@ class FusedStep:
 
         Args:
             ropes: RoPE tables, which `LayerWeights.rope` indexes.
-            pools: pools, which `LayerWeights.pool` indexes.
+            pools: pools, which `LayerWeights.pool` indexes, and behind them those of sealed blocks.
             expert_memory: bytes of experts that stay in memory, see `ExpertMemory`; None: all do.
 
         Raises:
@@ -269,10 +270,13 @@ class FusedStep:
         self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
-        no_table = np.empty(0, np.int64)
-        self._pool_pointers = (KV * len(pools))(
-            *(KV.of(pool, no_table) if isinstance(pool, KVBlocks) else KV() for pool in pools)
-        )
+        # of the sealed blocks in each pool, the number of the pool with the rows before they were
+        self._sealed = {
+            number: next(n for n, rows in enumerate(pools) if getattr(rows, "sealed", None) is pool)
+            for number, pool in enumerate(pools)
+            if isinstance(pool, SealedBlocks)
+        }
+        self._pool_pointers = (KV * len(pools))(*self._pointers())
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots, weights.beside_slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
@@ -415,6 +419,15 @@ class FusedStep:
         self._workspaces.append(workspace)
         return y
 
+    def _pointers(self) -> Iterator[KV]:
+        no_table = np.empty(0, np.int64)
+        behind = {rows: number for number, rows in self._sealed.items()}
+        for number, pool in enumerate(self._pools):
+            if isinstance(pool, KVBlocks):
+                yield KV.of(pool, no_table, no_table, sealed_pool=behind.get(number, 0))
+            else:
+                yield KV()
+
     def _workspace(self, size: int) -> NDArray[np.uint8]:
         """Return a workspace of at least `size` bytes that no other call uses."""
         try:
@@ -448,12 +461,17 @@ class FusedStep:
             raise ValueError(
                 f"position {span.start + count} is beyond the {self._positions} of the RoPE table"
             )
-        return [
+        tables = [
             block_ids(table, pool.count, start=span.start, tokens=count)
             if isinstance(pool, KVBlocks)
             else np.empty(0, np.int64)
             for table, pool in zip(span.tables, self._pools, strict=True)
         ]
+        for number, rows in self._sealed.items():
+            pool = self._pools[rows]
+            ids = sealed_ids(span.tables[number], pool, tokens=span.start + count)
+            tables[number] = ids
+        return tables
 
     def _states(self, span: StepSpan) -> ctypes.Array[_StateSpan] | None:
         """Return a span's states in each pool, after checks; None where no layer has a state.

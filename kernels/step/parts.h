@@ -3,6 +3,7 @@
 #include "../linear/cpu.h"
 #include "../linear/peak.h"
 #include "../kv_append/cpu.h"
+#include "../kv_seal/cpu.h"
 #include "../attention/cpu.h"
 #include "../lora/cpu.h"
 #include "mlp.h"

@@ -13,7 +13,8 @@ from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts import reference as experts
 from edgellm.kernels.kv_append import reference as kv_append
-from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVFormat
+from edgellm.kernels.kv_seal.reference import with_sealed
 from edgellm.kernels.latent import reference as latents
 from edgellm.kernels.linear.reference import linear as int8_linear
 from edgellm.kernels.lora import LowRank
@@ -29,6 +30,8 @@ Matrices = Mapping[str, NDArray[np.float32]]
 # Matrices whose inputs have 16 bits in the kernels.
 _FINE = ("v", "k_as_v", "delta_a", "delta_b")
 Changes = Mapping[str, LowRank]
+# K and V of a layer, each as computed and as kept.
+_Kept = list[tuple[Floats, Floats]]
 # Function that multiplies rows by the matrix of a name.
 _Product = Callable[[Floats, str], Floats]
 
@@ -86,7 +89,7 @@ def through(
     Arguments are those of `forward`.
     """
     residuals = [embed(weights, matrices, tokens)]
-    kept: dict[int, tuple[Floats, Floats]] = {}  # K and V of layers that have their own
+    kept: dict[int, _Kept] = {}  # K and V of layers that have their own
     for index, layer in enumerate(weights.layers):
         x = residuals[-1]
         product_of = partial(_products, matrices, adapter or {}, f"layers.{index}.", rounded)
@@ -110,7 +113,7 @@ def through(
             if layer.kv_from is None:
                 kept[index] = _keys_and_values(normed, layer, product, turn, format)
             kv = kept[index if layer.kv_from is None else layer.kv_from]
-            mixed = _attention(normed, layer, product, turn, kv)
+            mixed = _attention(normed, layer, product, turn, kv, format)
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
@@ -159,8 +162,8 @@ def _keys_and_values(
     product: _Product,
     turn: tuple[Sequence[float], float],
     format: KVFormat,
-) -> tuple[Floats, Floats]:
-    """Compute K and V of a layer, `[C, Hkv, D]`, as attention reads them from the cache."""
+) -> _Kept:
+    """Compute K and V of a layer, `[C, Hkv, D]`, and as attention reads them from the cache."""
     shape = len(x), -1, layer.head_dim
     exact = layer.v is None  # K is V as well
     k = _biased(product(x, "k_as_v" if exact else "k"), layer.k_bias).reshape(shape)
@@ -169,10 +172,10 @@ def _keys_and_values(
     if norms is not None and norms.values:
         v = norm(v, np.ones(layer.head_dim, np.float32), None, norms.epsilon)
     k = _turned(k, None if norms is None else norms.k, layer, turn)
-    return (
-        kv_append.round_trip(k, format, key=True),
-        kv_append.round_trip(v, format, key=False),
-    )
+    return [
+        (k, kv_append.round_trip(k, format, key=True)),
+        (v, kv_append.round_trip(v, format, key=False)),
+    ]
 
 
 def _turned(
@@ -195,19 +198,30 @@ def _attention(
     layer: LayerWeights,
     product: _Product,
     turn: tuple[Sequence[float], float],
-    kv: tuple[Floats, Floats],
+    kv: _Kept,
+    format: KVFormat,
 ) -> Floats:
     q = _biased(product(x, "q"), layer.q_bias).reshape(len(x), -1, layer.head_dim)
-    attended = attention.attend(
-        _turned(q, None if layer.head_norms is None else layer.head_norms.q, layer, turn),
-        *kv,
-        0,
-        window=layer.window,
-        scale=layer.scale,
-        softcap=layer.softcap,
-        sinks=layer.sinks,
-    )
-    attended = attended.reshape(len(x), -1)
+    q = _turned(q, None if layer.head_norms is None else layer.head_norms.q, layer, turn)
+    parts, step = [], BLOCK if format in SEALED else len(x)
+    for begin in range(0, len(x), step):  # rows that read the same blocks sealed
+        end = min(begin + step, len(x))
+        held = [
+            with_sealed(rows, held, format, end - 1, key=key) if format in SEALED else held
+            for (rows, held), key in zip(kv, (True, False), strict=True)
+        ]
+        attended = attention.attend(
+            q[begin:end],
+            held[0],
+            held[1],
+            begin,
+            window=layer.window,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+        )
+        parts.append(attended)
+    attended = np.concatenate(parts).reshape(len(x), -1)
     if layer.q_gate is None:
         return attended
     return np.asarray(attended / (1 + np.exp(-product(x, "q_gate"))))

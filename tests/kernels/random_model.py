@@ -14,11 +14,12 @@ from edgellm.kernels import rope
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, allocate
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PackedWeights, pack_weight
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import dequantize
+from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
 from edgellm.kernels.step import (
@@ -135,7 +136,7 @@ class Model:
             # magnitude 0 stands for a RoPE that does not turn
             self.turns.append((((magnitude > 0) * inv_freq).tolist(), magnitude or 1.0))
         self.ropes = [rope.table(freq, 1100, magnitude=m) for freq, m in self.turns]
-        self.tokens = self._rng.integers(0, VOCABULARY, 300).tolist()
+        self.tokens = self._rng.integers(0, VOCABULARY, 500).tolist()
 
     def _mixing(self, index: int) -> dict[str, Any]:
         """What `LayerWeights` has of a layer's mixer."""
@@ -360,9 +361,12 @@ class Model:
                 continue
             heads = {"kv_heads": members[0].kv_heads, "head_dim": members[0].head_dim}
             latent = members[0].latent
-            heads["latent"] = 0 if latent is None else latent.rank
-            pools.append(allocate(format=format, **sizes, **heads))
-        return pools
+            rank = 0 if latent is None else latent.rank
+            sealed = None
+            if format in SEALED:
+                sealed = allocate_sealed(format=format, **sizes, **heads)
+            pools.append(allocate(format=format, **sizes, **heads, latent=rank, sealed=sealed))
+        return [*pools, *(pool.sealed for pool in pools if getattr(pool, "sealed", None))]
 
     def poison(self, views: list[View], start: int) -> None:
         """What lies behind the windows of a whole pool must not be read any more."""

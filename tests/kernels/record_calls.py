@@ -26,7 +26,7 @@ from edgellm.kernels.attention import native as attention
 from edgellm.kernels.attention import portable as portable_attention
 from edgellm.kernels.kv_append import native as kv_append
 from edgellm.kernels.kv_append import portable as portable_kv_append
-from edgellm.kernels.kv_blocks import KV_FORMATS, allocate
+from edgellm.kernels.kv_blocks import ROW_FORMATS, allocate
 from edgellm.kernels.linear import native as linear
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.linear import reference as reference_linear
@@ -176,7 +176,7 @@ def _caches(recorder: Recorder) -> None:
     heads, kv_heads, head_dim, tokens, table = 4, 2, 32, 140, [2, 0]
     turns = rope.table((10000.0 ** (-np.arange(16) / 16)).tolist(), 200)
     qkv = rng.standard_normal((tokens, heads + 2 * kv_heads, head_dim)).astype(np.float32)
-    for format in KV_FORMATS:
+    for format in ROW_FORMATS:
         sizes = {"blocks": 3, "layers": 2, "kv_heads": kv_heads, "head_dim": head_dim}
         ours, theirs = (allocate(format=format, **sizes) for _ in range(2))
         kv_append.append_rotated(recorder, ours, table, 1, 0, qkv, turns, threads=2)

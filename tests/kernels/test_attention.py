@@ -13,7 +13,7 @@ from instruction_sets import HERE
 from edgellm.kernels.attention import attend, native, portable, reference
 from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SCALED, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, ROW_FORMATS, SCALED, KVBlocks, allocate
 
 Attend = Callable[..., np.ndarray]
 All = Callable[[], Iterator[tuple[str, Attend]]]
@@ -104,7 +104,7 @@ def tolerance(attend: Attend, format: str) -> float:
 @pytest.mark.parametrize(
     ("shape", "format"),
     # int4 takes heads of a multiple of 8
-    [(s, format) for s in SHAPES for format in KV_FORMATS if format != "int4" or s[-1] % 8 == 0],
+    [(s, format) for s in SHAPES for format in ROW_FORMATS if format != "int4" or s[-1] % 8 == 0],
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
@@ -119,7 +119,7 @@ def test_sliding_window(all_of_them: All, shape: tuple[int, ...], window: int) -
     compare(all_of_them(), shape, "int8", window)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.usefixtures("poisoned")
 def test_sinks(all_of_them: All, format: str, window: int | None) -> None:

@@ -16,7 +16,7 @@ from edgellm.kernels.attention import gpu, gpu_tiles, reference  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import append  # noqa: E402
 from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
-from edgellm.kernels.kv_blocks import KV_FORMATS, SCALED, KVFormat, allocate  # noqa: E402
+from edgellm.kernels.kv_blocks import ROW_FORMATS, SCALED, KVFormat, allocate  # noqa: E402
 from edgellm.kernels.step import StepSpan  # noqa: E402
 from edgellm.kernels.step.gpu_inputs import SpanInputs  # noqa: E402
 
@@ -121,7 +121,7 @@ def check(found: np.ndarray, expected: np.ndarray, format: str) -> None:
     np.testing.assert_allclose(found / size, expected / size, atol=ALLOWED[format])
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("length", "tokens"), [(1, 1), (63, 1), (65, 1), (127, 1), (300, 1), (130, 16), (260, 40)]
 )
@@ -130,7 +130,7 @@ def test_matches_reference(triton_device: str, format: KVFormat, length: int, to
     check(*run(triton_device, format, length=length, tokens=tokens, **shape), format)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(("length", "tokens"), [(1, 1), (300, 1), (130, 16)])
 def test_sinks(triton_device: str, format: KVFormat, length: int, tokens: int) -> None:
     """Below all scores, beside them and above them; with a window, splits without a key too."""
@@ -141,7 +141,7 @@ def test_sinks(triton_device: str, format: KVFormat, length: int, tokens: int) -
         check(found[:, head], expected[:, head], format)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
     [(1, 1, 80), (8, 1, 96), (4, 4, 128), (14, 2, 32), (2, 1, 256), (8, 1, 256)],
@@ -170,7 +170,7 @@ def test_sliding_window(triton_device: str, window: int, tokens: int) -> None:
     check(*found, "int8")
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize(("scale", "softcap"), [(0.3, None), (None, 1.5), (0.3, 2.0)])
 def test_scale_and_softcap(
@@ -185,7 +185,7 @@ def test_scale_and_softcap(
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e4])
 def test_capped_scores_stay_finite(triton_device: str, size: float) -> None:
     shape = {"heads": 3, "kv_heads": 1, "head_dim": 64}
-    for format in KV_FORMATS:
+    for format in ROW_FORMATS:
         result = run(triton_device, format, length=70, tokens=2, size=size, softcap=50.0, **shape)
         assert np.isfinite(result[0]).all()
 

@@ -19,7 +19,7 @@ from edgellm.kernels.kv_append import (
 )
 from edgellm.kernels.kv_blocks import (
     BLOCK,
-    KV_FORMATS,
+    ROW_FORMATS,
     SCALED,
     KVBlocks,
     allocate,
@@ -53,7 +53,7 @@ def spread(format: str, name: str) -> bool:
     return format == "int4" or (format == "int8" and name == "k")
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (127, 2), (100, 128), (5, 0), (250, 6)])
 @pytest.mark.usefixtures("poisoned")
 def test_rows_land_where_the_table_says(format: str, start: int, count: int) -> None:
@@ -137,7 +137,7 @@ def test_rows_have_the_same_bits_however_many_come(
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 def test_block_bytes_is_what_is_allocated(format: str) -> None:
     blocks = allocate(format=format, blocks=3, layers=2, kv_heads=3, head_dim=16)
     arrays = (blocks.k, blocks.v, blocks.k_scale, blocks.v_scale)
@@ -145,7 +145,7 @@ def test_block_bytes_is_what_is_allocated(format: str) -> None:
     assert size == 3 * block_bytes(format=format, layers=2, kv_heads=3, head_dim=16)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("start", "tokens", "heads", "kv_heads", "head_dim", "rotated"),
     [
@@ -234,7 +234,7 @@ def test_norms_that_do_not_fit_are_refused(implementation: AppendRotated) -> Non
             implementation(blocks, [0], 0, 0, qkv, rope.table([1.0] * 8, 1), norms=norms)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.usefixtures("poisoned")
 def test_keys_are_stored_less_their_offset(implementation: AppendRotated, format: str) -> None:
     """As other keys would be without one; values and queries know of none."""

@@ -12,7 +12,7 @@ from edgellm.kernels import hadamard, rope  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append import HeadNorms, gpu, portable  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
-    KV_FORMATS,
+    ROW_FORMATS,
     SCALED,
     KVBlocks,
     KVFormat,
@@ -42,7 +42,7 @@ def rows_at(start: int, count: int, device: str) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "half", "shifted"),
     [
@@ -227,7 +227,7 @@ def test_nothing_else_is_written(triton_device: str) -> None:
     assert (untouched == 99).all()
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 def test_rows_of_several_sequences_go_to_their_own_tables(
     triton_device: str, format: KVFormat
 ) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVBlocks, allocate
+from edgellm.kernels.kv_blocks import BLOCK, ROW_FORMATS, KVBlocks, allocate
 from edgellm.kernels.kv_shift import move, reference
 
 INV_FREQ = ((1.0, 0.3, 0.01), (0.7, 0.0, 0.2))  # by layer; 6 of 16 dimensions are rotated
@@ -24,7 +24,7 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
     return hadamard.transform(found), scale * HALF_STEP[blocks.format] * np.sqrt(found.shape[1])
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("start", "count", "row", "distance"),
     [(5, 1, 0, 5), (130, 120, 8, 122), (100, 60, 40, 60), (128, 128, 0, 128), (250, 6, 122, 256)],

@@ -16,7 +16,7 @@ from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, UNEVE
 from random_model import MIXTURES, NARROW, TABLE, VOCABULARY, Model, View, span_of
 
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
+from edgellm.kernels.kv_blocks import BLOCK, ROW_FORMATS, SEALED, KVFormat, allocate
 from edgellm.kernels.step import FusedStep, StepSpan
 
 
@@ -45,7 +45,7 @@ def assert_near_reference(
     library: ctypes.CDLL,
     shape: Shape,
     mixture: str = "affine",
-    formats: Sequence[KVFormat] = KV_FORMATS,
+    formats: Sequence[KVFormat] = ROW_FORMATS,
 ) -> None:
     """As far as rounding allows: a float32 sum may round to another int8 code than a float64 one.
 
@@ -108,6 +108,29 @@ def test_cuts_and_threads_make_no_difference(
     model, format = Model(case[0]), case[1]
     expected = model.run(compiled, [300], format, threads=1)
     for cuts, threads in (([1, 3, 19, 130, 281, 300], 2), ([290, *range(291, 301)], 3)):
+        found = model.run(compiled, cuts, format, threads=threads)
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "case"),
+    in_turn((shape, format) for shape in (SHAPES[0], SHAPES[1]) for format in SEALED),
+    indirect=["compiled"],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned")
+def test_cuts_make_no_difference_to_sealed_blocks(
+    compiled: ctypes.CDLL, case: tuple[Shape, KVFormat]
+) -> None:
+    """Cuts before, at and behind the places where blocks are sealed, and several of them at once:
+    the same bits, near the reference."""
+    model, format = Model(case[0]), case[1]
+    expected = model.run(compiled, [500], format, threads=1)
+    of_reference = model.reference(500, format)
+    for ours, theirs in zip(expected, of_reference, strict=True):
+        assert np.abs(ours - theirs).mean() < 0.03 * np.abs(theirs).mean()
+    for cuts, threads in (([383, 384, 385, 500], 2), ([1, 130, 386, 387, 490, 500], 3)):
         found = model.run(compiled, cuts, format, threads=threads)
         for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,109 @@
+"""Storage of sealed KV blocks: full blocks of 128 tokens, packed to fewer bits.
+
+    k8v4  k        [blocks, layers, kv_heads, BLOCK/16, head_dim/4, 16, 4]  int8
+          k_scale  [blocks, layers, kv_heads, BLOCK]                          f32
+    k4v4  k        [blocks, layers, kv_heads, BLOCK/16, head_dim/8, 16, 4]  uint8
+          k_scale  [blocks, layers, kv_heads, 2, head_dim]                    f32
+          v        [blocks, layers, kv_heads, BLOCK/4, head_dim/2, 4]       uint8
+          v_scale  [blocks, layers, kv_heads, BLOCK]                          f32
+
+A row in block `m` of a sequence reads blocks 0, `m - 1` and `m` as int8 rows after the Hadamard
+transform, K and V both, and the blocks between as sealed ones, however a prompt is cut. So its bits
+depend on its position alone. `kv_seal/` makes a sealed block of int8 rows:
+
+    k8v4  the keys' codes and scales as they are
+    k4v4  a key is not transformed: number c of it is (2 code - 15) half_c + mid_c, with `half` and
+          `mid` of each channel of the block one behind the other in `k_scale`
+    both  a value is (2 code - 15) * scale, after the Hadamard transform
+
+in the layout of int4 blocks (`kv_blocks.py`). Keys differ from channel to channel far more than
+from row to row, so a scale for each channel takes 4 bits where a scale for each row takes 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat
+
+
+@dataclass(frozen=True)
+class SealedBlocks:
+    """A pool of sealed blocks, with the methods of `KVBlocks` that do not know of tokens."""
+
+    k: NDArray[Any]
+    v: NDArray[np.uint8]
+    k_scale: NDArray[np.float32]
+    v_scale: NDArray[np.float32]
+
+    @property
+    def count(self) -> int:
+        return int(self.k.shape[0])
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the pool when every block is in use."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def clear(self, table: Sequence[int]) -> None:
+        """Fill blocks with zeros, which gives them memory; pages of a new pool have none yet."""
+        for array in self.arrays:
+            array[list(table)] = 0
+
+    def block(self, block: int) -> list[NDArray[Any]]:
+        return [array[block] for array in self.arrays]
+
+    def first_rows(self, block: int, rows: int) -> list[NDArray[Any]]:
+        """Copy a block, which is whole or not there."""
+        return [array.copy() for array in self.block(block)]
+
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy block `source` into block `target`."""
+        for array in self.arrays:
+            array[target] = array[source]
+
+
+def sealed_end(tokens: int) -> int:
+    """Return the number behind the last sealed block of `tokens` tokens; the first one is 1."""
+    return max(1, (tokens - 1) // BLOCK - 1)
+
+
+def allocate_sealed(
+    *, format: KVFormat, blocks: int, layers: int, kv_heads: int, head_dim: int
+) -> SealedBlocks:
+    """Allocate a pool of sealed blocks; pages are not touched, so memory grows as they are written.
+
+    Args:
+        head_dim: multiple of 8.
+
+    Raises:
+        ValueError: the format seals no blocks.
+    """
+    if format not in SEALED:
+        raise ValueError(f"{format} seals no blocks; needed is one of {', '.join(SEALED)}")
+    head, row = (blocks, layers, kv_heads), head_dim // 2
+    channels = format == "k4v4"
+    return SealedBlocks(
+        np.empty(
+            (*head, BLOCK // PANEL, (row if channels else head_dim) // QUAD, PANEL, QUAD),
+            np.uint8 if channels else np.int8,
+        ),
+        np.empty((*head, BLOCK // QUAD, row, QUAD), np.uint8),
+        np.empty((*head, *((2, head_dim) if channels else (BLOCK,))), np.float32),
+        np.empty((*head, BLOCK), np.float32),
+    )
+
+
+def sealed_bytes(*, format: KVFormat, layers: int, kv_heads: int, head_dim: int) -> int:
+    """Return the size of one sealed block in bytes: BLOCK tokens, K and V, all layers."""
+    sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    return allocate_sealed(format=format, blocks=1, **sizes).nbytes
