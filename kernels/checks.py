@@ -52,15 +52,15 @@ def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDA
     return ids
 
 
-def sealed_ids(table: BlockTable, blocks: KVBlocks, *, tokens: int) -> NDArray[np.int64] | None:
+def sealed_ids(table: BlockTable, blocks: KVBlocks, *, tokens: int) -> NDArray[np.int64]:
     """Return a table of sealed blocks as an array, after a check that it covers those of `tokens`
-    tokens; None where the format seals none.
+    tokens. Formats that seal none need none.
 
     Raises:
         ValueError: the pool has no such block, or the table is too short.
     """
     if blocks.format not in SEALED:
-        return None
+        return np.empty(0, np.int64)
     ids = indices(table, 0 if blocks.sealed is None else blocks.sealed.count, "sealed block id")
     needed = sealed_end(tokens)
     if needed > max(1, len(ids)):

@@ -197,14 +197,10 @@ class KVView:
     """Blocks of one sequence in a pool.
 
     Positions before the window of every layer are never read, and may have any block in `table`.
-
-    Attributes:
-        sealed: table of the sealed blocks, of formats that have some.
     """
 
     blocks: KVBlocks
     table: BlockTable
-    sealed: BlockTable = ()
 
 
 def allocate(

@@ -23,6 +23,7 @@ from edgellm.backends.schedule import Policy
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
+from edgellm.kernels.kv_blocks import ROW_FORMATS, SEALED
 from edgellm.kernels.native import library
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
 from edgellm.store.manifest import PACKED
@@ -172,6 +173,12 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"stop between layers where their KV cache is on a GPU; take {NATIVE} or an execution "
             f"provider other than {CUDA} as `prefill` and {NATIVE}, {PORTABLE} or {CHUNKED} as "
             "`decode`, or `scheduling` stall_free"
+        )
+    if options.kv_format in SEALED and (prefill, decode) != (NATIVE, NATIVE):
+        raise OptionError(
+            f"`kv_format` is {options.kv_format!r}, `prefill` {prefill} and `decode` {decode}: the "
+            f"C++ kernels alone seal blocks; take {NATIVE} for both, or a `kv_format` among "
+            f"{', '.join(ROW_FORMATS)}"
         )
     policy = options.schedule
     if policy is None:

@@ -15,6 +15,7 @@ from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.groups import Blocks, Group, Side, StateGroup
 from edgellm.cache.prefix_index import PrefixIndex
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.sealed_blocks import SealedBlocks, sealed_end
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class GroupBlocks:
         Args:
             cached: block ids, first to last; None for each block before those that are held.
         """
+        if isinstance(self.blocks, SealedBlocks):
+            return SealedTable(self, cached[: sealed_end(length)])
         if isinstance(self.blocks, StateBlocks):
             ends = (min((number + 1) * BLOCK, length) for number in range(len(cached)))
             held = zip(ends, cached, strict=True)
@@ -82,29 +85,35 @@ class GroupTable:
         store: the group's blocks.
         ids: block ids, first to last. Ids before `first` are placeholders of blocks that the
             window has passed and the sequence no longer holds.
-        first: number of the first block that the sequence holds.
+        first: number of the first block that the sequence holds, apart from the group's sinks.
     """
 
     def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None]) -> None:
         """Hold cached blocks; None stands for each block before the window."""
         self.store = store
         self.ids = [0 if block is None else block for block in cached]
-        self.first = sum(block is None for block in cached)
+        self.first = max((i + 1 for i, block in enumerate(cached) if block is None), default=0)
         for block in self.held:
             store.pool.retain(block)
 
     @property
+    def sinks(self) -> int:
+        """Number of blocks that the sequence holds before those that the window has passed."""
+        return min(self.store.group.sinks, self.first)
+
+    @property
     def held(self) -> list[int]:
-        return self.ids[self.first :]
+        return [*self.ids[: self.sinks], *self.ids[self.first :]]
 
     @property
     def numbered(self) -> list[tuple[int, int]]:
         """Numbers and ids of the blocks that the sequence holds."""
-        return list(enumerate(self.held, self.first))
+        return [*enumerate(self.ids[: self.sinks]), *enumerate(self.ids[self.first :], self.first)]
 
     def at(self, number: int) -> int | None:
         """Return the id of block `number`; None if the sequence does not hold it."""
-        return self.ids[number] if self.first <= number < len(self.ids) else None
+        there = number < self.sinks or self.first <= number < len(self.ids)
+        return self.ids[number] if there else None
 
     def lasting(self, number: int) -> int | None:
         """Return the id of full block `number` if other sequences may begin with it; else None."""
@@ -130,6 +139,11 @@ class GroupTable:
     def committed(self, length: int) -> None:
         """Note that all rows up to `length` have been written."""
 
+    def late(self, before: int, length: int) -> range:
+        """Return the numbers of the blocks that were full after `before` tokens, and are written in
+        this group by those up to `length`."""
+        return range(0)
+
     def settle(self) -> None:
         """Note that no token of a draft is dropped any longer."""
 
@@ -138,13 +152,15 @@ class GroupTable:
         self.skip(min(self.store.group.first_block(length), len(self.ids)))
 
     def open_from(self, first: int, end: int, allocate: Callable[[BlockPool], int]) -> None:
-        """Allocate blocks from number `first` on for positions up to `end`; hold none before."""
+        """Allocate blocks from number `first` on for positions up to `end`; hold none before, apart
+        from the sinks."""
+        self.grow(min(end, self.store.group.sinks * BLOCK), allocate)
         self.skip(first)
         self.grow(end, allocate)
 
     def skip(self, first: int) -> None:
         """Give back, or never hold, the blocks before number `first`."""
-        for block in self.ids[self.first : first]:
+        for block in self.ids[max(self.first, self.store.group.sinks) : first]:
             self.store.pool.release(block)
         self.ids.extend([0] * (first - len(self.ids)))
         self.first = max(self.first, first)
@@ -154,8 +170,9 @@ class GroupTable:
         keep = -(-length // BLOCK)
         # the last one first: blocks are reused in the order of release, and a block is found only
         # while all before it are there
-        for block in reversed(self.ids[max(keep, self.first) :]):
-            self.store.pool.release(block)
+        for number, block in reversed(self.numbered):
+            if number >= keep:
+                self.store.pool.release(block)
         del self.ids[keep:]
         self.first = min(self.first, keep)
 
@@ -165,8 +182,11 @@ class GroupTable:
         Args:
             rows: maximum of rows that one step computes.
         """
-        first = max(self.first, self.store.group.first_block(end - 1))
+        group = self.store.group
+        first = max(self.first, group.first_block(end - 1))
         new = max(0, -(-end // BLOCK) - max(first, len(self.ids)))
+        if group.sinks:  # hot blocks are needed until they are sealed
+            new = max(new, group.blocks_for(end, rows=min(rows, end - start)) - len(self.held))
         # a copy of the last block; an empty sequence may begin with a part of another one's block
         return new + (not self._owns_last() if start % BLOCK else start == 0)
 
@@ -191,6 +211,37 @@ class GroupTable:
         """Bring K and V of `length` tokens to `side`, to attend to them and write after them."""
         if self.store.replica is not None:
             self.store.replica.use(side, self.held, max(0, length - self.first * BLOCK))
+
+
+class SealedTable(GroupTable):
+    """The sealed blocks that a sequence holds in one group: written once, and kept.
+
+    A step writes those that its rows are the first to read. Id 0 stands for the first block.
+    """
+
+    def lacks(self, length: int) -> bool:
+        return max(1, len(self.ids)) < sealed_end(length)
+
+    def grow(self, end: int, allocate: Callable[[BlockPool], int], *, drafted: int = 0) -> None:
+        self.skip(1)
+        while len(self.ids) < sealed_end(end):
+            self.ids.append(allocate(self.store.pool))
+
+    def late(self, before: int, length: int) -> range:
+        return range(sealed_end(before), min(sealed_end(length), before // BLOCK))
+
+    def cut(self, length: int) -> None:
+        """Give back the blocks that rows up to `length` do not read."""
+        keep = sealed_end(length)
+        for block in reversed(self.ids[keep:]):
+            self.store.pool.release(block)
+        del self.ids[keep:]
+
+    def lacking(self, start: int, end: int, *, rows: int) -> int:
+        return max(0, sealed_end(end) - max(1, len(self.ids)))
+
+    def own_last(self, rows: int, allocate: Callable[[BlockPool], int]) -> None:
+        """Do nothing: no row is written to a block that is there."""
 
 
 class StateTable(GroupTable):

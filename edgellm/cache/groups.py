@@ -2,7 +2,9 @@
 
 Layers that see the same positions form a group with a pool of its own, and a sequence has one block
 table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
-manager. A block holds K and V of its group's layers alone. Layers that keep a state of fixed size
+manager. A block holds K and V of its group's layers alone. Formats that seal blocks make two groups
+of one: of the rows that are written, with the first block and the last ones, and of the sealed
+blocks between them. Layers that keep a state of fixed size
 form a group as well, whose blocks are snapshots of the states at the ends of some full blocks.
 """
 
@@ -12,9 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, KVFormat, block_bytes
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, block_bytes
+from edgellm.kernels.sealed_blocks import SealedBlocks, sealed_bytes, sealed_end
 from edgellm.kernels.state_blocks import StateBlocks
 
 # Maximum of tokens that one step adds to a sequence. A prompt of 512 at once was 9 % faster than
@@ -36,6 +40,8 @@ _BYTES_PER_BLOCK = 8 << 20
 _SNAPSHOTS = 3
 # The memory, of host or device, that a block is written in.
 Side = Literal["host", "device"]
+# Part of a layer's blocks that a group has: all, those that are not sealed yet, or the sealed ones.
+Part = Literal["all", "hot", "sealed"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class CacheGroup:
         window: number of positions that a token sees, itself among them; None for all.
         latent: width of latents in place of V; 0: there are none.
         readers: pairs of a layer without K and V of its own and of the one whose K and V it reads.
+        part: blocks that the group has, see `kernels/sealed_blocks.py`.
     """
 
     layers: tuple[int, ...]
@@ -55,15 +62,33 @@ class CacheGroup:
     head_dim: int
     readers: tuple[tuple[int, int], ...] = ()
     latent: int = 0
+    part: Part = "all"
 
     @property
     def keeps_all(self) -> bool:
         """Whether a sequence keeps all its blocks, as its next token sees all positions."""
-        return self.window is None
+        return self.window is None and self.part == "all"
+
+    @property
+    def sinks(self) -> int:
+        """Number of first blocks that a sequence keeps, whatever `first_block` is."""
+        return int(self.part == "hot")
 
     def first_block(self, length: int) -> int:
-        """Return the number of the first block that tokens from position `length` on see."""
+        """Return the number of the first block that tokens from position `length` on see or, of hot
+        blocks, see or seal."""
+        if self.part == "sealed":
+            return 1
+        if self.part == "hot":
+            return sealed_end(length) if length > 2 * BLOCK else 0
         return 0 if self.window is None else max(0, length + 1 - self.window) // BLOCK
+
+    def seen(self, length: int) -> list[int]:
+        """Return the numbers of the blocks of `length` tokens that later ones see."""
+        first, end = self.first_block(length), -(-length // BLOCK)
+        if self.part == "sealed":
+            end = sealed_end(length)
+        return [*range(min(self.sinks, first)), *range(first, end)]
 
     def blocks_for(self, ctx_size: int, *, rows: int) -> int:
         """Return the blocks that a sequence of up to `ctx_size` tokens needs in the group.
@@ -72,6 +97,10 @@ class CacheGroup:
             rows: maximum of tokens by which the sequence grows at a time.
         """
         whole = -(-ctx_size // BLOCK)
+        if self.part == "sealed":
+            return sealed_end(ctx_size) - 1
+        if self.part == "hot":  # the first block, two before those of the new tokens, and these
+            return min(whole, 4 + (rows - 1) // BLOCK)
         if self.window is None:
             return whole
         # positions may begin and end in the middle of a block
@@ -92,10 +121,15 @@ class StateGroup:
     elements: int
     interval: int = 1
     keeps_all = False
+    sinks = 0
 
     def first_block(self, length: int) -> int:
         """Return the number of the block with the states after `length` tokens."""
         return max(0, length - 1) // BLOCK
+
+    def seen(self, length: int) -> list[int]:
+        """Return the number of the block with the states after `length` tokens, if any."""
+        return [self.first_block(length)] if length else []
 
     def blocks_for(self, ctx_size: int, *, rows: int) -> int:
         """Return the blocks of a sequence: those that its last step reads and writes."""
@@ -106,7 +140,7 @@ class StateGroup:
 
 
 Group = CacheGroup | StateGroup
-Blocks = KVBlocks | StateBlocks
+Blocks = KVBlocks | SealedBlocks | StateBlocks
 
 
 def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
@@ -134,6 +168,34 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     )
 
 
+def stored_groups(groups: Sequence[Group], format: KVFormat) -> list[Group]:
+    """Return the groups whose pools a cache of a format has: those of sealed blocks come last.
+
+    Raises:
+        OptionError: the format cannot hold the rows of a group.
+    """
+    widths = {group.head_dim for group in groups if isinstance(group, CacheGroup)}
+    uneven = sorted(width for width in widths if width % 8)
+    if uneven and format in ("int4", *SEALED):
+        raise OptionError(
+            f"`kv_format` is {format!r}: this model's head_dim is {uneven[0]}, and {format} takes "
+            "multiples of 8; int8 takes any"
+        )
+    if format not in SEALED:
+        return list(groups)
+    hot, sealed = [], []
+    for group in groups:
+        if isinstance(group, StateGroup) or group.window is not None or group.latent:
+            raise OptionError(
+                f"`kv_format` is {format!r}: this model has sliding windows, latents or layers "
+                f"with states, and {format} seals blocks of attention to all positions; take int8 "
+                "or int4"
+            )
+        hot.append(replace(group, part="hot"))
+        sealed.append(replace(group, part="sealed", readers=()))
+    return [*hot, *sealed]
+
+
 def snapshot_interval(size: int) -> int:
     """Return the full blocks from one snapshot of states to the next, a power of two.
 
@@ -154,6 +216,8 @@ def places(groups: Sequence[Group]) -> list[tuple[int, int]]:
     """
     at = {layer: (number, 0) for layer, number in state_groups(groups).items()}
     for g, group in enumerate(groups):
+        if isinstance(group, CacheGroup) and group.part == "sealed":
+            continue
         for slot, layer in enumerate(group.layers):
             if isinstance(group, CacheGroup) or at[layer][0] == g:
                 at[layer] = g, slot
@@ -199,7 +263,8 @@ def resident_blocks(
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
         growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
         most = sequences * each + growing + (_SNAPSHOTS if isinstance(group, StateGroup) else 1)
-        needed.append(blocks if group.keeps_all else min(blocks, most))
+        whole = group.keeps_all or (isinstance(group, CacheGroup) and group.part == "sealed")
+        needed.append(blocks if whole else min(blocks, most))
     sizes = [_block_bytes(group, format) for group in groups]
     states = [isinstance(group, StateGroup) for group in groups]
     kv = sum(n * s for n, s, state in zip(needed, sizes, states, strict=True) if not state)
@@ -212,8 +277,12 @@ def resident_blocks(
 
 
 def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks: int) -> int:
-    """Return the bytes of the pools when sequences of `ctx_size` tokens fill them, and draft."""
-    groups = cache_groups(config)
+    """Return the bytes of the pools when sequences of `ctx_size` tokens fill them, and draft.
+
+    Raises:
+        OptionError: see `stored_groups`.
+    """
+    groups = stored_groups(cache_groups(config), format)
     resident = resident_blocks(
         groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=DRAFT_STATES
     )
@@ -225,8 +294,10 @@ def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks:
 def _block_bytes(group: Group, format: KVFormat) -> int:
     if isinstance(group, StateGroup):
         return 4 * len(group.layers) * group.elements
-    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim, "latent": group.latent}
-    return block_bytes(format=format, layers=len(group.layers), **sizes)
+    sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim, "layers": len(group.layers)}
+    if group.part == "sealed":
+        return sealed_bytes(format=format, **sizes)
+    return block_bytes(format=format, latent=group.latent, **sizes)
 
 
 def pool_blocks(ctx_size: int) -> int:

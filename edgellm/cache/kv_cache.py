@@ -20,12 +20,21 @@ from numpy.typing import NDArray
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
 from edgellm.cache.group_table import GroupBlocks, StateTable
-from edgellm.cache.groups import Blocks, Group, StateGroup, places, resident_blocks, rows_at_once
+from edgellm.cache.groups import (
+    Blocks,
+    Group,
+    StateGroup,
+    places,
+    resident_blocks,
+    rows_at_once,
+    stored_groups,
+)
 from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
-from edgellm.errors import CacheFullError, OptionError
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, KVFormat, allocate
+from edgellm.errors import CacheFullError
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED, KVFormat, allocate
+from edgellm.kernels.sealed_blocks import SealedBlocks, allocate_sealed
 from edgellm.kernels.state_blocks import allocate_states
 
 if TYPE_CHECKING:
@@ -74,7 +83,8 @@ class KVCache:
         rows_at_once: maximum of tokens that one step should add to a sequence.
         places: group number of each layer, and its place among the group's layers.
         rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
-            changed after RoPE, or layers have states, which cannot forget tokens.
+            changed after RoPE, or blocks are sealed or layers have states, which cannot forget
+            tokens.
         has_states: whether layers have states, so that a sequence that drops its last tokens goes
             back to a snapshot, unless they are a draft.
         disk: store for full blocks that outlive the process, or None.
@@ -94,6 +104,7 @@ class KVCache:
         defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
+        groups = stored_groups(groups, format)
         self.ctx_size = ctx_size
         self.format = format
         self.places = places(groups)
@@ -103,11 +114,12 @@ class KVCache:
             groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=drafts
         )
         counts = [blocks + drafts * isinstance(group, StateGroup) for group in groups]
+        pools = _allocate(groups, counts, format=format, key_offsets=key_offsets)
         self.groups = [
             GroupBlocks(
                 number=number,
                 group=group,
-                blocks=_allocate(group, counts[number], format=format, key_offsets=key_offsets),
+                blocks=pools[number],
                 pool=BlockPool(counts[number], self.index, group=number, resident=resident[number]),
                 index=self.index,
             )
@@ -115,7 +127,8 @@ class KVCache:
         ]
         self._drafts = drafts
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
-        self.rope_frequencies = None if self.has_states else rope_frequencies
+        fixed = self.has_states or format in SEALED
+        self.rope_frequencies = None if fixed else rope_frequencies
         self.disk: BlockStore | None = None
         self._defer = defer
         self._dropped: deque[Sequence] = deque()
@@ -278,9 +291,9 @@ class KVCache:
         firsts, parts = [], []
         for table in sequence.tables:
             known = sequence.known(table)
-            firsts.append(known[0][0] if known else table.first)
-            rows = max(0, len(sequence) - firsts[-1] * BLOCK)
-            ids = [block for _, block in known]
+            ids, behind = [block for _, block in known], known[table.sinks :]
+            firsts.append(behind[0][0] if behind else table.first)
+            rows = max(0, len(sequence) - (firsts[-1] - table.sinks) * BLOCK)
             parts.append(pack(table.store.on_host(ids), ids, tokens=rows))
         return firsts, b"".join(parts)
 
@@ -346,12 +359,13 @@ class KVCache:
         names = list(self.index.names(tokens, root=sequence.root))
         try:
             with sequence.reserved(len(tokens) - len(sequence), windowed=False):
+                there = [set(table.numbered) for table in sequence.tables]
                 sequence.open_seen(len(tokens))
                 sequence.use_host()
-                for table in sequence.tables:
+                for table, held in zip(sequence.tables, there, strict=True):
                     blocks = table.store.blocks
                     for i, block in table.numbered:
-                        if i < begin:
+                        if (i, block) in held:
                             continue
                         name = group_name(names[i], table.store)
                         data = store.read(name, size=packed_size(blocks))
@@ -374,16 +388,20 @@ class KVCache:
         there = []  # for each group, whether each block is there
         for group, blocks in zip(self.groups, match.tables, strict=True):
             in_memory = [block is not None for block in blocks[:begin]]
+            in_memory += [False] * (len(names) - begin)
             there.append(
-                [*in_memory, *(store.has(group_name(name, group)) for name in names[begin:])]
+                [
+                    known or store.has(group_name(name, group))
+                    for known, name in zip(in_memory, names, strict=True)
+                ]
             )
         limit = begin + min(
             group.pool.available - sum(block in group.pool for block in blocks if block is not None)
             for group, blocks in zip(self.groups, match.tables, strict=True)
         )
         for end in range(min(len(names), limit), begin, -1):
-            firsts = [group.group.first_block(end * BLOCK) for group in self.groups]
-            if all(all(t[first:end]) for t, first in zip(there, firsts, strict=True)):
+            seen = [group.group.seen(end * BLOCK) for group in self.groups]
+            if all(all(t[i] for i in of) for t, of in zip(there, seen, strict=True)):
                 return end
         return begin
 
@@ -394,32 +412,35 @@ def group_name(name: bytes, group: GroupBlocks) -> bytes:
 
 
 def _allocate(
-    group: Group,
-    blocks: int,
+    groups: SequenceOf[Group],
+    counts: SequenceOf[int],
     *,
     format: KVFormat,
     key_offsets: SequenceOf[NDArray[np.float32]] | None,
-) -> Blocks:
-    """Allocate the pool of a group.
-
-    Raises:
-        OptionError: the format cannot hold rows of the group's `head_dim`.
-    """
-    layers = group.layers
-    if isinstance(group, StateGroup):
-        return allocate_states(blocks=blocks, layers=len(layers), elements=group.elements)
-    if format == "int4" and group.head_dim % 8:
-        raise OptionError(
-            f"`kv_format` is 'int4': this model's head_dim is {group.head_dim}, and int4 "
-            "takes multiples of 8; int8 takes any"
+) -> list[Blocks]:
+    """Allocate the pools of groups, each of so many blocks."""
+    pools: list[Blocks] = []
+    sealed: dict[tuple[int, ...], SealedBlocks] = {}
+    for group, blocks in reversed(list(zip(groups, counts, strict=True))):
+        layers = group.layers
+        if isinstance(group, StateGroup):
+            states = allocate_states(blocks=blocks, layers=len(layers), elements=group.elements)
+            pools.append(states)
+            continue
+        sizes = {"blocks": blocks, "layers": len(layers)}
+        sizes |= {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
+        if group.part == "sealed":
+            sealed[layers] = allocate_sealed(format=format, **sizes)
+            pools.append(sealed[layers])
+            continue
+        offset = None if key_offsets is None else np.stack([key_offsets[layer] for layer in layers])
+        pools.append(
+            allocate(
+                format=format,
+                latent=group.latent,
+                key_offset=offset,
+                sealed=sealed.get(layers),
+                **sizes,
+            )
         )
-    offset = None if key_offsets is None else np.stack([key_offsets[layer] for layer in layers])
-    return allocate(
-        format=format,
-        blocks=blocks,
-        layers=len(layers),
-        kv_heads=group.kv_heads,
-        head_dim=group.head_dim,
-        latent=group.latent,
-        key_offset=offset,
-    )
+    return pools[::-1]

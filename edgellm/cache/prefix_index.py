@@ -328,12 +328,13 @@ class PrefixIndex:
         """Make the match of a prefix of `length` tokens; None if a group lacks a needed block."""
         tables: list[list[int | None]] = []
         for g, group in enumerate(self._groups):
-            first = min(group.first_block(length), len(entries))
-            blocks = [None if entry is None else entry.blocks[g] for entry in entries[first:]]
-            if None in blocks:
-                return None
-            passed: list[int | None] = [None] * first
-            tables.append(passed + blocks)
+            blocks: list[int | None] = [None] * len(entries)
+            for number in group.seen(length):
+                entry = entries[number]
+                if entry is None or entry.blocks[g] is None:
+                    return None
+                blocks[number] = entry.blocks[g]
+            tables.append(blocks)
         return Match(length, tables)
 
 

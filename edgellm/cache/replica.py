@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from edgellm.cache.groups import Blocks, Side
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.sealed_blocks import SealedBlocks
 
 
 class Replica:
@@ -17,6 +18,8 @@ class Replica:
     """
 
     def __init__(self, host: Blocks, device: str) -> None:
+        if isinstance(host, SealedBlocks):
+            raise TypeError("no device has sealed blocks")
         self.host = host
         self.device: DevicePool = (
             DeviceBlocks.like(host, device)

@@ -208,11 +208,12 @@ class Sequence:
 
         Full blocks of shareable tokens enter the prefix index.
         """
-        first = len(self) // BLOCK
+        before, numbers = len(self), set[int]()
         self.tokens.extend(tokens)
         for table in self.tables:
             table.committed(len(self))
-        for number in range(first, self._shareable // BLOCK):
+            numbers.update(table.late(before, self._shareable))
+        for number in (*sorted(numbers), *range(before // BLOCK, self._shareable // BLOCK)):
             self._insert(number, [table.lasting(number) for table in self.tables])
 
     def truncate(self, length: int) -> None:
@@ -343,13 +344,13 @@ class Sequence:
         included only as long as its memory is not reused.
         """
         oldest = max(0, table.store.group.first_block(len(self)) - 1)
-        held = [(number, block) for number, block in table.numbered if number >= oldest]
+        sinks = table.numbered[: min(table.sinks, oldest)]
+        held = [pair for pair in table.numbered if pair[0] >= oldest]
         last = (held[0][0] if held else table.first) - 1
-        if last < oldest or (last + 1) * BLOCK > self._shareable:
-            return held
-        passed = self._held(last)
-        block = self._index.find(self._name(last), passed, table.store.number)
-        return held if block is None else [(last, block), *held]
+        if last >= oldest and (last + 1) * BLOCK <= self._shareable:
+            block = self._index.find(self._name(last), self._held(last), table.store.number)
+            held = held if block is None else [(last, block), *held]
+        return [*sinks, *held]
 
     def snapshots(self, table: StateTable, count: int) -> list[tuple[int, int]]:
         """Return numbers and ids of its last `count` full blocks with states in memory."""

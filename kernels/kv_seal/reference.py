@@ -44,7 +44,7 @@ def with_sealed(
 def value_row(row: Floats) -> Floats:
     """Round the int8 codes of a row to odd numbers -15 .. 15, and fit their scale."""
     codes, scale = quantize_row(row)
-    steps = quantize_row4(codes)[0].astype(np.float64)
+    steps = quantize_row4(codes.astype(np.float64))[0].astype(np.float64)
     return np.asarray(steps * (steps @ codes) / (steps @ steps) * np.float64(scale))
 
 

@@ -30,7 +30,6 @@ from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import Mamba2Layer
 from edgellm.kernels.native import KV, Rope, StateTarget, address
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sealed_blocks import SealedBlocks
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import ShortConvLayer
 from edgellm.kernels.state_blocks import StateBlocks, StateView
@@ -270,11 +269,11 @@ class FusedStep:
         self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
-        # of the sealed blocks in each pool, the number of the pool with the rows before they were
+        # pools of sealed blocks, by their number, and those with the rows of their layers
         self._sealed = {
-            number: next(n for n, rows in enumerate(pools) if getattr(rows, "sealed", None) is pool)
-            for number, pool in enumerate(pools)
-            if isinstance(pool, SealedBlocks)
+            pools.index(rows.sealed): rows
+            for rows in pools
+            if isinstance(rows, KVBlocks) and rows.sealed is not None
         }
         self._pool_pointers = (KV * len(pools))(*self._pointers())
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
@@ -421,10 +420,10 @@ class FusedStep:
 
     def _pointers(self) -> Iterator[KV]:
         no_table = np.empty(0, np.int64)
-        behind = {rows: number for number, rows in self._sealed.items()}
-        for number, pool in enumerate(self._pools):
+        behind = {id(rows): number for number, rows in self._sealed.items()}
+        for pool in self._pools:
             if isinstance(pool, KVBlocks):
-                yield KV.of(pool, no_table, no_table, sealed_pool=behind.get(number, 0))
+                yield KV.of(pool, no_table, no_table, sealed_pool=behind.get(id(pool), 0))
             else:
                 yield KV()
 
@@ -468,9 +467,7 @@ class FusedStep:
             for table, pool in zip(span.tables, self._pools, strict=True)
         ]
         for number, rows in self._sealed.items():
-            pool = self._pools[rows]
-            ids = sealed_ids(span.tables[number], pool, tokens=span.start + count)
-            tables[number] = ids
+            tables[number] = sealed_ids(span.tables[number], rows, tokens=span.start + count)
         return tables
 
     def _states(self, span: StepSpan) -> ctypes.Array[_StateSpan] | None:
