@@ -357,9 +357,9 @@ class KVCache:
         """
         begin = len(sequence) // BLOCK
         names = list(self.index.names(tokens, root=sequence.root))
+        there = [set(table.numbered) for table in sequence.tables]
         try:
             with sequence.reserved(len(tokens) - len(sequence), windowed=False):
-                there = [set(table.numbered) for table in sequence.tables]
                 sequence.open_seen(len(tokens))
                 sequence.use_host()
                 for table, held in zip(sequence.tables, there, strict=True):

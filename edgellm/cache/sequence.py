@@ -3,8 +3,7 @@
 Full blocks are immutable and shared. Only a sequence's last block of K and V is written to, and it
 is copied first if another sequence or the prefix index can see it. So fork and rewind copy at most
 one block of each group. States go to blocks of their own in each step, some of which stay as
-snapshots. Blocks before a group's window are given back; the prefix index finds them until their
-memory is needed.
+snapshots. Blocks before a group's window are given back, and found until their memory is needed.
 """
 
 from __future__ import annotations
@@ -345,12 +344,12 @@ class Sequence:
         """
         oldest = max(0, table.store.group.first_block(len(self)) - 1)
         sinks = table.numbered[: min(table.sinks, oldest)]
-        held = [pair for pair in table.numbered if pair[0] >= oldest]
+        held = [(number, block) for number, block in table.numbered if number >= oldest]
         last = (held[0][0] if held else table.first) - 1
         if last >= oldest and (last + 1) * BLOCK <= self._shareable:
             block = self._index.find(self._name(last), self._held(last), table.store.number)
-            held = held if block is None else [(last, block), *held]
-        return [*sinks, *held]
+            sinks += [] if block is None else [(last, block)]
+        return sinks + held
 
     def snapshots(self, table: StateTable, count: int) -> list[tuple[int, int]]:
         """Return numbers and ids of its last `count` full blocks with states in memory."""
