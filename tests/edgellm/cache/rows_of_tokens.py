@@ -1,4 +1,4 @@
-"""A cache of groups with and without windows, whose rows hold their tokens."""
+"""A cache of groups with and without windows, or of sealed blocks, whose rows hold their tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.sealed_blocks import sealed_end
 
 CTX, VALUE = 1200, 8
+# In place of windows: a layer whose full blocks are sealed.
+SEALED = ("k4v4",)
 
 
-def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: int = 40) -> KVCache:
+def make(
+    windows: tuple[int | str | None, ...], folder: Path | None = None, blocks: int = 40
+) -> KVCache:
     config = ModelConfig(
         model_type="llama",
         vocab_size=320,
         hidden_size=32,
         layers=tuple(
             LayerConfig(
-                mixer=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window),
+                mixer=Attention(heads=4, kv_heads=1, head_dim=VALUE, window=window)
+                if isinstance(window, int)
+                else Attention(heads=4, kv_heads=1, head_dim=VALUE),
                 mlp=Mlp(intermediate=32),
             )
             for window in windows
@@ -38,7 +45,7 @@ def make(windows: tuple[int | None, ...], folder: Path | None = None, blocks: in
     )
     cache = KVCache(
         cache_groups(config),
-        format="f32",
+        format="k4v4" if windows == SEALED else "f32",
         ctx_size=CTX,
         blocks=blocks,
         fingerprint=b"x",
@@ -59,12 +66,48 @@ def extend(cache: KVCache, sequence: Sequence, tokens: list[int]) -> None:
             for layer in range(len(cache.places)):
                 view, slot = sequence.view(layer)
                 append(view.blocks, view.table, slot, len(sequence), rows, rows)
+            seal(cache, sequence, len(part))
             sequence.commit(part)
+
+
+def seal(cache: KVCache, sequence: Sequence, count: int) -> None:
+    """Write the tokens of each block that `count` more rows seal to its sealed block."""
+    if cache.format == "f32":
+        return
+    hot, sealed = sequence.tables
+    for number in range(sealed_end(len(sequence)), sealed_end(len(sequence) + count)):
+        block, into = hot.at(number), sealed.at(number)
+        assert block is not None
+        assert into is not None
+        assert sealed.store.pool.references(into) == 1
+        sealed.store.blocks.arrays[3][into, 0, 0] = row_tokens(hot.store.kv, block)
+
+
+def row_tokens(blocks: KVBlocks, block: int) -> np.ndarray:
+    """The tokens of a block's rows, each of which is the largest number of its row of V."""
+    if blocks.v_scale is None:
+        return np.array([blocks.value_rows(block, 0, row)[0, 0] for row in range(BLOCK)])
+    return np.rint(127 * blocks.v_scale[block, 0, 0] / np.sqrt(VALUE))
+
+
+def check_sealed(sequence: Sequence) -> None:
+    """What the next token reads is right."""
+    hot, sealed = sequence.tables
+    for table in (hot, sealed):
+        for number in table.store.group.seen(len(sequence)):
+            block, tokens = table.at(number), sequence.tokens[number * BLOCK :][:BLOCK]
+            assert block is not None
+            rows = row_tokens(hot.store.kv, block)
+            if table is sealed:
+                rows = sealed.store.blocks.arrays[3][block, 0, 0]
+            assert rows[: len(tokens)].tolist() == tokens, number
 
 
 def check(cache: KVCache, sequence: Sequence) -> None:
     """What the next token sees is right, and nothing is free that is held."""
-    for layer, (group, _) in enumerate(cache.places):
+    if cache.format != "f32":
+        check_sealed(sequence)
+    for layer, (group, _) in enumerate(cache.places if cache.format == "f32" else ()):
         view, slot = sequence.view(layer)
         window = cache.groups[group].group.window
         first = 0 if window is None else max(0, len(sequence) + 1 - window)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from rows_of_tokens import check, extend, make, new
+from rows_of_tokens import SEALED, check, extend, make, new
 
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Growth
 from edgellm.errors import CacheFullError, ContextOverflowError
 
 TOKENS = list(range(1000))
-WINDOWS = [(None, None), (256, None), (130, None)]
+WINDOWS = [(None, None), (256, None), (130, None), SEALED]
 
 
 def used(cache: KVCache) -> list[int]:
