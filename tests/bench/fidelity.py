@@ -1,10 +1,10 @@
 """What runtimes make of one file: perplexity, KL divergence and top token against float32.
 
-    python tests/bench/fidelity.py MODEL.gguf... [--python INTERPRETER] [--windows 8]
+    python tests/bench/fidelity.py MODEL.gguf... [--python INTERPRETER] [--windows 8] [--window 512]
 
 The judge is Hugging Face transformers in float32 on the file's own dequantized weights. Everyone
-gets the same token ids, cut by edgellm's tokenizer into windows of 512 that begin on an empty
-context; every token of a window but the first is scored. One window of logits is in memory at a
+gets the same token ids, cut by edgellm's tokenizer into windows that begin on an empty context;
+every token of a window but the first is scored. One window of logits is in memory at a
 time, of the judge and of one runtime.
 
 A runtime is a name and options, which for edgellm are those of `edgellm.load`, and `through=decode`
@@ -47,17 +47,16 @@ RUNTIMES = (
     "llama.cpp",
     "llama.cpp kv=q8_0",
 )
-WINDOW = 512
 # Rows of logits that are compared at a time.
 ROWS = 64
 
 
 class EdgeLLM:
-    def __init__(self, model: str, threads: int, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, window: int, threads: int, options: dict[str, Any]) -> None:
         from edgellm.llm import load
 
         self.through = options.pop("through", "prefill")
-        self.engine = load(model, ctx_size=WINDOW, threads=threads, **options).engine
+        self.engine = load(model, ctx_size=window, threads=threads, **options).engine
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """After each token but the last, `[n - 1, V]`."""
@@ -68,7 +67,7 @@ class EdgeLLM:
 
 
 class LlamaCpp:
-    def __init__(self, model: str, threads: int, options: dict[str, Any]) -> None:
+    def __init__(self, model: str, window: int, threads: int, options: dict[str, Any]) -> None:
         import llama_cpp
         from runtimes import LlamaCpp as Loaded
 
@@ -77,7 +76,7 @@ class LlamaCpp:
             parameters.use_extra_bufts = False
             llama_cpp.llama_model_default_params = lambda: parameters
         kv = options.pop("kv", "")
-        self.loaded = Loaded(model, ctx_size=WINDOW, threads=threads, kv=kv, genai="")
+        self.loaded = Loaded(model, ctx_size=window, threads=threads, kv=kv, genai="")
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         api, context = self.loaded.api, self.loaded.context
@@ -98,12 +97,14 @@ class LlamaCpp:
 CLASSES: dict[str, type[EdgeLLM] | type[LlamaCpp]] = {"edgellm": EdgeLLM, "llama.cpp": LlamaCpp}
 
 
-def work(runtime: str, model: str, threads: int) -> None:
+def work(runtime: str, model: str, window: int, threads: int) -> None:
     """The worker's side; see `serve`."""
 
     def load() -> tuple[Callable[[Message], Message], Message]:
         name, *options = runtime.split()
-        loaded = CLASSES[name](model, threads, dict(option.split("=") for option in options))
+        loaded = CLASSES[name](
+            model, window, threads, dict(option.split("=") for option in options)
+        )
 
         def answer(question: Message) -> Message:
             logits = loaded.logits(question["tokens"])
@@ -121,6 +122,7 @@ class LogitWorker(Worker):
     def __init__(self, name: str, model: str, arguments: argparse.Namespace) -> None:
         python = sys.executable if name.startswith("edgellm") else arguments.python
         command = [python, __file__, model, "--work", name, "--threads", str(arguments.threads)]
+        command += ["--window", str(arguments.window)]
         super().__init__(name, command)
 
     @contextmanager
@@ -149,7 +151,7 @@ class Judge:
         return found
 
 
-def windows_of(model: str, text: str, count: int) -> list[list[int]]:
+def windows_of(model: str, text: str, count: int, size: int) -> list[list[int]]:
     """Token ids, as everyone gets them; with a begin token where the model asks for one."""
     from edgellm.store.prepare import prepare
     from edgellm.text.tokenizer import Tokenizer
@@ -157,7 +159,7 @@ def windows_of(model: str, text: str, count: int) -> list[list[int]]:
     bundle = prepare(model, precisions=("packed",))
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     bos = [t for t in tokenizer.encode("")[:1] if t == tokenizer.bos_id]
-    size = WINDOW - len(bos)
+    size -= len(bos)
     ids = tokenizer.encode(text, add_bos=False)[: count * size]
     return [[*bos, *ids[i : i + size]] for i in range(0, len(ids) - size + 1, size)]
 
@@ -212,17 +214,19 @@ def main() -> None:
     parser.add_argument("--runtimes", default=",".join(RUNTIMES), help="names, with commas")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE")
     parser.add_argument("--windows", type=int, default=8, help="of each text")
+    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--python", default=sys.executable, help="one that has llama-cpp-python")
     parser.add_argument("--work", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        return work(arguments.work, arguments.models[0], arguments.threads)
+        window, threads = arguments.window, arguments.threads
+        return work(arguments.work, arguments.models[0], window, threads)
     given = (text.partition("=") for text in arguments.text)
     texts = {name: Path(file).read_text(encoding="utf-8") for name, _, file in given}
     for model in arguments.models:
         windows = {
-            name: windows_of(model, text, arguments.windows)
+            name: windows_of(model, text, arguments.windows, arguments.window)
             for name, text in (texts or default_texts()).items()
         }
         start = partial(LogitWorker, model=model, arguments=arguments)
@@ -230,7 +234,8 @@ def main() -> None:
             judge = Judge(Path(model))
             comparisons = {name: compare(judge, workers, parts) for name, parts in windows.items()}
         counts = ", ".join(f"{len(parts)} of {name}" for name, parts in windows.items())
-        print(f"\n{Path(model).name}, windows of {WINDOW} tokens: {counts}\n\n{table(comparisons)}")
+        heading = f"{Path(model).name}, windows of {arguments.window} tokens: {counts}"
+        print(f"\n{heading}\n\n{table(comparisons)}")
 
 
 if __name__ == "__main__":

@@ -87,7 +87,8 @@ def row_tokens(blocks: KVBlocks, block: int) -> np.ndarray:
     """The tokens of a block's rows, each of which is the largest number of its row of V."""
     if blocks.v_scale is None:
         return np.array([blocks.value_rows(block, 0, row)[0, 0] for row in range(BLOCK)])
-    return np.rint(127 * blocks.v_scale[block, 0, 0] / np.sqrt(VALUE))
+    with np.errstate(all="ignore"):  # rows that were never written
+        return np.rint(127 * blocks.v_scale[block, 0, 0] / np.sqrt(VALUE))
 
 
 def check_sealed(sequence: Sequence) -> None:
