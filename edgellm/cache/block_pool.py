@@ -67,12 +67,18 @@ class BlockPool:
         self._idle.pop(block, None)
         self._references[block] += 1
 
-    def release(self, block: int) -> None:
+    def release(self, block: int, *, first: bool = False) -> None:
+        """Give back a reference.
+
+        Args:
+            first: whether the block is reused before other cached ones.
+        """
         self._references[block] -= 1
         if self._references[block]:
             return
         if self._index.holds(self._group, block):
             self._idle[block] = None
+            self._idle.move_to_end(block, last=not first)
         else:
             self._free.append(block)
 

@@ -160,8 +160,10 @@ class GroupTable:
 
     def skip(self, first: int) -> None:
         """Give back, or never hold, the blocks before number `first`."""
-        for block in self.ids[max(self.first, self.store.group.sinks) : first]:
-            self.store.pool.release(block)
+        sinks = self.store.group.sinks
+        for block in self.ids[max(self.first, sinks) : first]:
+            # hot blocks of a long prompt would else take the place of the ends of other texts
+            self.store.pool.release(block, first=sinks > 0)
         self.ids.extend([0] * (first - len(self.ids)))
         self.first = max(self.first, first)
 
