@@ -87,7 +87,10 @@ class EngineOptions:
             decode where it is native or triton and no precision was asked for, else the CPU
             provider. When a model is loaded, an accelerator takes the place of native if it is
             known to be faster (see `auto_backend.py`).
-        kv_format: format of K and V in the KV cache.
+        kv_format: format of K and V in the KV cache. k8v4 and k4v4 pack blocks of 128 tokens once
+            two later ones have begun, with the native kernels alone, and for models without
+            windows, latents and states. Under these, what stays of a context that shifts is
+            computed again.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.

@@ -29,6 +29,49 @@ public:
         fine_start_[r] = START * quantize_rest(row, width_, found.scale, codes_ + at, fine_ + at);
     }
 
+    // R rows from the first one on, each number times that of `factor`, as two terms of the same 16 bits; `shift` are
+    // the sums of the numbers times those of `added`. All rows beside each other: one by one they would wait for sums
+    // of lanes.
+    template <int R>
+    void set_scaled(const float* q, const float* factor, const float* added, float* shift) {
+        float x[R][edgellm::MAX_HEAD_DIM];
+        IVec largest[R] = {}, total[R] = {}, rest[R] = {};
+        Vec sum[R] = {}, inverse[R];
+        for (int d = 0; d < width_; d += LANES) {
+            const int count = std::min(LANES, width_ - d);
+            const Vec by = load_some(factor + d, count), plus = load_some(added + d, count);
+            unrolled<R>([&](int r) {
+                const Vec value = load_some(q + size_t(r) * width_ + d, count);
+                store(x[r] + d, value * by);
+                largest[r] = larger(size_bits(value * by), largest[r]);
+                sum[r] += value * plus;
+            });
+        }
+        unrolled<R>([&](int r) {
+            const float top = finite_or_nan(max_of(largest[r]));
+            shift[r] = sum_of(sum[r]);
+            scale_[r] = top * (1.0f / (127 * FINE_STEPS));
+            inverse[r] = splat(scale_[r] > 0 ? 1 / scale_[r] : 0);
+        });
+        for (int d = 0; d < width_; d += LANES) {
+            const int count = std::min(LANES, width_ - d);
+            unrolled<R>([&](int r) {
+                const Vec whole = nearest(load(x[r] + d) * inverse[r]);
+                const Vec coarse = nearest(whole * splat(1.0f / FINE_STEPS));
+                const IVec code = __builtin_convertvector(coarse, IVec);
+                const IVec fine = __builtin_convertvector(whole - coarse * splat(float(FINE_STEPS)), IVec);
+                total[r] += code;
+                rest[r] += fine;
+                store_some(codes_ + size_t(r) * width_ + d, code, count);
+                store_some(fine_ + size_t(r) * width_ + d, fine, count);
+            });
+        }
+        unrolled<R>([&](int r) {
+            start_[r] = START * sum_of(total[r]);
+            fine_start_[r] = START * sum_of(rest[r]);
+        });
+    }
+
     // scores (+)= products of R rows with `width` keys, in panels; `ahead` is what will be read next.
     template <int R, bool AHEAD, bool ADD>
     void score(int first, int width, const int8_t* panels, const float* k_scale, const int8_t* ahead,
@@ -320,16 +363,8 @@ public:
     template <int R, bool AHEAD>
     void score(int first, int width, float* scores) {
         if (!by_channel_) return Int8Rows::score<R, AHEAD>(first, width, scores);
-        float scaled[edgellm::MAX_HEAD_DIM], shift[R];
-        for (int r = 0; r < R; ++r) {
-            const float* q = plain_ + size_t(first + r) * head_dim_;
-            shift[r] = 0;
-            for (int d = 0; d < head_dim_; ++d) {
-                scaled[d] = q[d] * half_[d];
-                shift[r] += q[d] * half_[head_dim_ + d];
-            }
-            tile_.set(r, scaled, 1, false);
-        }
+        float shift[R];
+        tile_.set_scaled<R>(plain_ + size_t(first) * head_dim_, half_, half_ + head_dim_, shift);
         tile_.score<R, false, false>(0, width, k_, ones_, k_, scores);
         for (int r = 0; r < R; ++r)
             for (int j = 0; j < width; j += LANES) {

@@ -15,17 +15,22 @@ inline int8_t code_of(float x) {
     return static_cast<int8_t>(code > 127 ? 127 : code > -127 ? code : -127);
 }
 
-// max|x|. A NaN or an infinity gives NaN, so that it shows.
-inline float largest_size(const float* x, int n) {
+// The float of these bits; NaN in place of an infinity, so that it shows.
+inline float finite_or_nan(int32_t bits) {
     constexpr int32_t INFINITE = 0x7f800000;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return bits < INFINITE ? value : NAN;
+}
+
+// max|x|. A NaN or an infinity gives NaN.
+inline float largest_size(const float* x, int n) {
     IVec largest = {};
     int i = 0;
     for (; i + LANES <= n; i += LANES) largest = larger(size_bits(load(x + i)), largest);
     int32_t bits = max_of(largest);
     for (; i < n; ++i) bits = std::max(bits, size_bits(splat(x[i]))[0]);
-    float top;
-    std::memcpy(&top, &bits, 4);
-    return bits < INFINITE ? top : NAN;
+    return finite_or_nan(bits);
 }
 
 // int8 codes of `n` floats with one scale, max|x| / 127; `total` is the sum of the codes.
@@ -60,7 +65,14 @@ inline float quantize_row4(const float* x, int n, uint8_t* packed) {
 
 // `n` packed bytes to their low halves, then their high ones, as 2 c - 15.
 inline void unpack_codes4(const uint8_t* packed, int n, int8_t* codes) {
-    for (int i = 0; i < n; ++i) {
+    int i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        const Bytes both = load_bytes(packed + i);
+        const Bytes low = both & int8_t(15), high = (both >> 4) & int8_t(15);
+        *reinterpret_cast<Bytes*>(codes + i) = low + low - int8_t(15);
+        *reinterpret_cast<Bytes*>(codes + n + i) = high + high - int8_t(15);
+    }
+    for (; i < n; ++i) {
         codes[i] = static_cast<int8_t>(2 * (packed[i] & 15) - 15);
         codes[n + i] = static_cast<int8_t>(2 * (packed[i] >> 4) - 15);
     }

@@ -24,6 +24,18 @@ inline IVec load_narrow(const void* p) {
     return __builtin_convertvector(*static_cast<const Narrow*>(p), IVec);
 #endif
 }
+// The first `count` of a vector, of which LANES and more are all; then zeros are read, and nothing is written.
+inline Vec load_some(const float* p, int count) {
+    if (count >= LANES) return load(p);
+    Vec v = {};
+    std::memcpy(&v, p, 4 * size_t(count));
+    return v;
+}
+inline void store_some(int8_t* p, IVec v, int count) {
+    if (count >= LANES) return store_narrow(p, v);
+    const Narrow narrow = __builtin_convertvector(v, Narrow);
+    std::memcpy(p, &narrow, count);
+}
 inline Vec splat(float x) { return x - Vec{}; }
 inline IVec splat_int(int32_t x) { return x - IVec{}; }
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }

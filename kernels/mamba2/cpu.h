@@ -12,14 +12,6 @@ inline Vec softplus(Vec x) {
     return larger(x, Vec{}) + splat(2.0f) * s * sum;
 }
 
-// The first `n` of a vector, then zeros.
-inline Vec load_some(const float* p, int n) {
-    if (n >= LANES) return load(p);
-    Vec v = {};
-    for (int i = 0; i < n; ++i) v[i] = p[i];
-    return v;
-}
-
 // Where a row behind the convolution has what LANE_BLOCK channels of a head need.
 struct HeadPart {
     size_t x, b, c, step, decay;  // step, decay: of the head
