@@ -33,13 +33,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from edgellm.kernels.sealed_blocks import SealedBlocks
 
 BLOCK = 128
 QUAD = 4
@@ -67,6 +64,49 @@ SPREAD_VALUES = ("int4", *SEALED)
 LAYOUT_VERSION = 3
 
 BlockTable = Sequence[int]
+
+
+@dataclass(frozen=True)
+class SealedBlocks:
+    """A pool of sealed blocks, with the methods of `KVBlocks` that do not know of tokens.
+
+    `sealed_blocks.py` has their layout.
+    """
+
+    k: NDArray[Any]
+    v: NDArray[np.uint8]
+    k_scale: NDArray[np.float32]
+    v_scale: NDArray[np.float32]
+
+    @property
+    def count(self) -> int:
+        return int(self.k.shape[0])
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return self.k, self.v, self.k_scale, self.v_scale
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the pool when every block is in use."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def clear(self, table: BlockTable) -> None:
+        """Fill blocks with zeros, which gives them memory; pages of a new pool have none yet."""
+        for array in self.arrays:
+            array[list(table)] = 0
+
+    def block(self, block: int) -> list[NDArray[Any]]:
+        return [array[block] for array in self.arrays]
+
+    def first_rows(self, block: int, rows: int) -> list[NDArray[Any]]:
+        """Copy a block, which is whole or not there."""
+        return [array.copy() for array in self.block(block)]
+
+    def copy_rows(self, source: int, target: int, rows: int) -> None:
+        """Copy block `source` into block `target`."""
+        for array in self.arrays:
+            array[target] = array[source]
 
 
 @dataclass(frozen=True)

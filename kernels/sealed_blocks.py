@@ -22,54 +22,9 @@ from row to row, so a scale for each channel takes 4 bits where a scale for each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat
-
-
-@dataclass(frozen=True)
-class SealedBlocks:
-    """A pool of sealed blocks, with the methods of `KVBlocks` that do not know of tokens."""
-
-    k: NDArray[Any]
-    v: NDArray[np.uint8]
-    k_scale: NDArray[np.float32]
-    v_scale: NDArray[np.float32]
-
-    @property
-    def count(self) -> int:
-        return int(self.k.shape[0])
-
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return self.k, self.v, self.k_scale, self.v_scale
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the pool when every block is in use."""
-        return sum(array.nbytes for array in self.arrays)
-
-    def clear(self, table: Sequence[int]) -> None:
-        """Fill blocks with zeros, which gives them memory; pages of a new pool have none yet."""
-        for array in self.arrays:
-            array[list(table)] = 0
-
-    def block(self, block: int) -> list[NDArray[Any]]:
-        return [array[block] for array in self.arrays]
-
-    def first_rows(self, block: int, rows: int) -> list[NDArray[Any]]:
-        """Copy a block, which is whole or not there."""
-        return [array.copy() for array in self.block(block)]
-
-    def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy block `source` into block `target`."""
-        for array in self.arrays:
-            array[target] = array[source]
+from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat, SealedBlocks
 
 
 def sealed_end(tokens: int) -> int:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.groups import Blocks, Group, Side, StateGroup
 from edgellm.cache.prefix_index import PrefixIndex
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
 from edgellm.kernels.kv_shift import move
-from edgellm.kernels.sealed_blocks import SealedBlocks, sealed_end
+from edgellm.kernels.sealed_blocks import sealed_end
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 if TYPE_CHECKING:

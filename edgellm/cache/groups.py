@@ -17,8 +17,8 @@ from typing import Literal
 from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
-from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, block_bytes
-from edgellm.kernels.sealed_blocks import SealedBlocks, sealed_bytes, sealed_end
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, SealedBlocks, block_bytes
+from edgellm.kernels.sealed_blocks import sealed_bytes, sealed_end
 from edgellm.kernels.state_blocks import StateBlocks
 
 # Maximum of tokens that one step adds to a sequence. A prompt of 512 at once was 9 % faster than

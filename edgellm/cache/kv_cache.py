@@ -33,8 +33,8 @@ from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED, KVFormat, allocate
-from edgellm.kernels.sealed_blocks import SealedBlocks, allocate_sealed
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED, KVFormat, SealedBlocks, allocate
+from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.state_blocks import allocate_states
 
 if TYPE_CHECKING:

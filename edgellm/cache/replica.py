@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from edgellm.cache.groups import Blocks, Side
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
-from edgellm.kernels.sealed_blocks import SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
 
 
 class Replica:

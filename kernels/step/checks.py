@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.experts.native import BESIDE
-from edgellm.kernels.kv_blocks import SEALED, KVBlocks
+from edgellm.kernels.kv_blocks import SEALED, KVBlocks, SealedBlocks
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.lora import AdapterWeights
-from edgellm.kernels.sealed_blocks import SealedBlocks
 from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step.weights import VECTORS, LayerWeights, Weights
 
