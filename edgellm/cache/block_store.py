@@ -4,7 +4,7 @@ A full block never changes, so its name identifies it: a hash of the model, the 
 arithmetic and all tokens up to the end of the block (see `prefix_index.py`), and of the cache
 group's number except for the first group. Blocks of the same name have the same bits.
 
-Blocks that may be damaged or mixed up on their way are sealed:
+Blocks that may be damaged or mixed up on their way are enclosed:
 
     16 bytes   magic and version
     32 bytes   SHA-256 of all bytes after it
@@ -54,15 +54,15 @@ class BlockStore(Protocol):
         ...
 
 
-def sealed(name: bytes, data: bytes) -> bytes:
-    """Seal a block: put before it the magic, digest and name that `opened` checks."""
+def enclosed(name: bytes, data: bytes) -> bytes:
+    """Enclose a block: put before it the magic, digest and name that `opened` checks."""
     digest = hashlib.sha256(name)
     digest.update(data)
     return b"".join((MAGIC, digest.digest(), name, data))
 
 
 def opened(name: bytes, data: bytes | memoryview, *, size: int) -> memoryview | None:
-    """Return the K, V and scales of a sealed block; None if name, size or digest differ."""
+    """Return the K, V and scales of an enclosed block; None if name, size or digest differ."""
     view = memoryview(data)
     if len(view) != _HEADER + size or view[: len(MAGIC)] != MAGIC:
         return None

@@ -1,6 +1,6 @@
 """KV blocks on disk, so that a cached prefix need not be computed again after a restart.
 
-A file holds one full block of one cache group, sealed (see `block_store.py`), and has the block's
+A file holds one full block of one cache group, enclosed (see `block_store.py`), and has the block's
 name. Files appear whole, by renaming, and may vanish at any time: processes share a folder
 without locks.
 """
@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from edgellm.cache.block_store import BlockStore, opened, sealed
+from edgellm.cache.block_store import BlockStore, enclosed, opened
 from edgellm.errors import OptionError
 from edgellm.store.home import delete_abandoned, replacing_file
 
@@ -75,7 +75,7 @@ class DiskCache:
         """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            block = sealed(name, data)
+            block = enclosed(name, data)
             # not lasting: a block that a loss of power cuts short is found damaged when read
             with replacing_file(self._path(name), private=True, lasting=False) as partial:
                 partial.write_bytes(block)

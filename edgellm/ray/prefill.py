@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
-from edgellm.cache.block_store import opened, sealed
+from edgellm.cache.block_store import enclosed, opened
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.hand_over import (
@@ -89,7 +89,8 @@ class ObjectStore:
 
     def write(self, name: bytes, data: bytes) -> bool:
         """Store a block, see `BlockStore`; False if the object store is full."""
-        block = np.frombuffer(sealed(name, data), np.uint8)  # numpy arrays are read without a copy
+        # numpy arrays are read without a copy
+        block = np.frombuffer(enclosed(name, data), np.uint8)
         try:
             reference = ray.put(block)
         except (ObjectStoreFullError, OutOfDiskError) as error:
@@ -182,7 +183,7 @@ class PrefillReplica:
     async def compute(self, request: PrefillRequest) -> dict[bytes, ray.ObjectRef]:
         """Compute a prompt, and return references by name to its blocks after the cached tokens.
 
-        The blocks are sealed (see `block_store.py`).
+        The blocks are enclosed (see `block_store.py`).
         """
         engine, tokens, salt = self._llm.engine, request.tokens, request.salt
         names = block_names(engine, tokens, salt=salt)

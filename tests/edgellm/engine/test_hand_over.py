@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from inspection import used_blocks
 
-from edgellm.cache.block_store import BlockStore, opened, sealed
+from edgellm.cache.block_store import BlockStore, enclosed, opened
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.engine.context import Context
 from edgellm.engine.hand_over import (
@@ -49,7 +49,7 @@ class MemoryStore:
     def write(self, name: bytes, data: bytes) -> bool:
         if len(self.blocks) == self.room:
             return False
-        self.blocks[name] = sealed(name, data)
+        self.blocks[name] = enclosed(name, data)
         return True
 
     @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 ray = pytest.importorskip("ray")
 
-from edgellm.cache.block_store import sealed  # noqa: E402
+from edgellm.cache.block_store import enclosed  # noqa: E402
 from edgellm.ray.prefill import ObjectStore  # noqa: E402
 
 NAMES = [bytes([number]) * 32 for number in range(3)]
@@ -23,7 +23,7 @@ def test_blocks_that_are_late_are_not_waited_for(monkeypatch: pytest.MonkeyPatch
 
     def get(reference: str, **_: object) -> bytes:
         asked.append(reference)
-        return sealed(NAMES[int(reference)], b"data")
+        return enclosed(NAMES[int(reference)], b"data")
 
     monkeypatch.setattr("edgellm.ray.prefill.ray.wait", wait)
     monkeypatch.setattr("edgellm.ray.prefill.ray.get", get)
