@@ -86,7 +86,7 @@ def test_prefixes_forks_rewinds_and_files(llm: LLM, bundle: str, tmp_path: Path)
     session.save(tmp_path / "saved")
     read = load(bundle, kv_format=llm.options.kv_format, ctx_size=1024)
     restored = read.load_session(tmp_path / "saved")
-    assert restored.cached >= 699
+    assert restored.cached == session.cached >= 384
     restored.append(TOKENS[700:])
     same(restored.generate(**ANSWER), expected)
 
