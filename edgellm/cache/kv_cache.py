@@ -291,9 +291,12 @@ class KVCache:
         firsts, parts = [], []
         for table in sequence.tables:
             known = sequence.known(table)
-            ids, behind = [block for _, block in known], known[table.sinks :]
-            firsts.append(behind[0][0] if behind else table.first)
-            rows = max(0, len(sequence) - (firsts[-1] - table.sinks) * BLOCK)
+            ids, numbers = [block for _, block in known], [number for number, _ in known]
+            # sinks may lie apart from the run of the others
+            gaps = (i for i in range(1, len(known)) if numbers[i] != numbers[i - 1] + 1)
+            run = max(gaps, default=0)
+            firsts.append(numbers[run] if known else table.first)
+            rows = max(0, len(sequence) - (firsts[-1] - run) * BLOCK)
             parts.append(pack(table.store.on_host(ids), ids, tokens=rows))
         return firsts, b"".join(parts)
 

@@ -342,7 +342,7 @@ class Sequence:
         included only as long as its memory is not reused.
         """
         oldest = max(0, table.store.group.first_block(len(self)) - 1)
-        sinks = table.numbered[: min(table.sinks, oldest)]
+        sinks = table.numbered[: min(table.store.group.sinks, oldest)]
         held = [(number, block) for number, block in table.numbered if number >= oldest]
         last = (held[0][0] if held else table.first) - 1
         if last >= oldest and (last + 1) * BLOCK <= self._shareable:

@@ -13,6 +13,7 @@ from waiting import until
 from edgellm import CacheFullError, Piece
 from edgellm.engine.context import Context
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.session import Session
 
@@ -20,15 +21,15 @@ CTX = 3 * BLOCK
 give_back = Context.give_back
 
 
-def opened(folder: Path, *, cache_size: int, **options: Any) -> LLM:
-    return load(str(folder), ctx_size=CTX, cache_size=cache_size, **options)
+def opened(folder: Path, *, cache_size: int, ctx_size: int = CTX, **options: Any) -> LLM:
+    return load(str(folder), ctx_size=ctx_size, cache_size=cache_size, **options)
 
 
 class Course:
     """A course of events with many sessions, the same one in a cache of any size."""
 
     def __init__(self, llm: LLM, folder: Path) -> None:
-        self._llm, self._folder = llm, folder
+        self._llm, self._folder, self._ctx = llm, folder, llm.engine.ctx_size
         self.sessions: list[Session] = []
         self.answers: list[tuple[int, ...]] = []
         self.reclaimed = 0
@@ -54,13 +55,15 @@ class Course:
 
     def _open(self, random: random.Random) -> None:
         session = self._llm.session()
-        session.append([random.randrange(3, 300) for _ in range(random.randint(20, 2 * BLOCK))])
+        session.append(
+            [random.randrange(3, 300) for _ in range(random.randint(20, self._ctx - BLOCK))]
+        )
         self.sessions.append(session)
 
     def _turn(self, session: Session, random: random.Random) -> None:
-        more = [random.randrange(3, 300) for _ in range(random.randint(1, 60))]
-        if len(session.tokens) + len(more) + 12 > CTX:
-            session.rewind(5)
+        more = [random.randrange(3, 300) for _ in range(random.randint(1, self._ctx // 6))]
+        if len(session.tokens) + len(more) + 12 > self._ctx:
+            session.rewind(random.randint(5, self._ctx // 2))
         session.append(more)
         before = [each for each in self.sessions if each.cached]
         answer = session.generate(max_tokens=10, temperature=0, ignore_eos=True)
@@ -68,13 +71,21 @@ class Course:
         self.reclaimed += sum(not each.cached for each in before)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_answers_are_those_of_a_large_cache(tiny_model: Path, tmp_path: Path, seed: int) -> None:
-    courses = []
-    for cache_size in (3 * BLOCK, 100 * BLOCK):
+@pytest.mark.parametrize(
+    ("seed", "format"), [*((seed, "int8") for seed in range(3)), (3, "k8v4"), (5, "k4v4")]
+)
+def test_answers_are_those_of_a_large_cache(
+    tiny_model: Path, tmp_path: Path, seed: int, format: str
+) -> None:
+    """With sealed blocks longer sessions, which have some."""
+    courses, ctx_size = [], CTX if format == "int8" else 8 * BLOCK
+    if format != "int8" and library() is None:
+        pytest.skip("C++ alone seals blocks")
+    for cache_size in (ctx_size, 40 * ctx_size):
         folder = tmp_path / str(cache_size)
         folder.mkdir()
-        course = Course(opened(tiny_model, cache_size=cache_size), folder)
+        llm = opened(tiny_model, cache_size=cache_size, ctx_size=ctx_size, kv_format=format)
+        course = Course(llm, folder)
         course.run(random.Random(seed), events=40)
         courses.append(course)
     small, large = courses
