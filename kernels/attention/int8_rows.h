@@ -29,8 +29,8 @@ public:
         fine_start_[r] = START * quantize_rest(row, width_, found.scale, codes_ + at, fine_ + at);
     }
 
-    // R rows from the first one on, each number times that of `factor`, as two terms of the same 16 bits; `shift` are
-    // the sums of the numbers times those of `added`. All rows beside each other: one by one they would wait for sums
+    // R rows, each number times that of `factor`, as two terms of the same 16 bits for `score4`; `shift` are the sums
+    // of the numbers times those of `added`. All rows beside each other: one by one they would wait for sums
     // of lanes.
     template <int R>
     void set_scaled(const float* q, const float* factor, const float* added, float* shift) {
@@ -66,10 +66,43 @@ public:
                 store_some(fine_ + size_t(r) * width_ + d, fine, count);
             });
         }
-        unrolled<R>([&](int r) {
-            start_[r] = START * sum_of(total[r]);
-            fine_start_[r] = START * sum_of(rest[r]);
-        });
+        unrolled<R>([&](int r) { start_[r] = -15 * (sum_of(total[r]) * FINE_STEPS + sum_of(rest[r])); });
+    }
+
+    // scores = products of R rows that `set_scaled` has rounded with `width` keys, in panels of codes c of 4 bits that
+    // stand for 2 c - 15, plus `shift`. The codes are multiplied as they are.
+    template <int R, bool AHEAD>
+    void score4(int width, const uint8_t* panels, ptrdiff_t to_next, const float* shift, float* scores) const {
+        const size_t half = width_ / 2;
+        for (int j = 0; j < width; j += COLUMNS * LANES) {
+            IVec sum[R][COLUMNS] = {}, rest[R][COLUMNS] = {};
+            const uint8_t* keys = panels + edgellm::KV::key_place(j, 0, width_ / 2);
+            for (size_t d = 0; d < half; d += 4, keys += 4 * edgellm::KEYS) {
+                Bytes low[COLUMNS], high[COLUMNS];
+                unrolled<COLUMNS>([&](int c) {
+                    const uint8_t* both = keys + c * LANES * half;
+                    if (AHEAD) fetch(both + to_next);
+                    low[c] = low_halves(load_bytes(both));
+                    high[c] = high_halves(load_bytes(both));
+                });
+                unrolled<R>([&](int r) {
+                    const size_t at = r * size_t(width_) + d;
+                    const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
+                    const Bytes x2 = splat_quad(codes_ + at + half), y2 = splat_quad(fine_ + at + half);
+                    unrolled<COLUMNS>([&](int c) {
+                        sum[r][c] = dot(dot(sum[r][c], low[c], x), high[c], x2);
+                        rest[r][c] = dot(dot(rest[r][c], low[c], y), high[c], y2);
+                    });
+                });
+            }
+            unrolled<R>([&](int r) {
+                unrolled<COLUMNS>([&](int c) {
+                    const IVec whole = 2 * (sum[r][c] * FINE_STEPS + rest[r][c]) + start_[r];
+                    float* out = scores + r * edgellm::BLOCK + j + c * LANES;
+                    store(out, to_float(whole) * splat(scale_[r]) + splat(shift[r]));
+                });
+            });
+        }
     }
 
     // scores (+)= products of R rows with `width` keys, in panels; `ahead` is what will be read next.
@@ -177,7 +210,7 @@ public:
         if (d < value_dim_) add_columns<R, 1, true, AHEAD>(tile, d, quads, step, w_scale);
     }
 
-private:
+protected:
     // Weights times v_scale, as two terms of 7 bits; `w_scale` is what the lower one counts.
     template <int R>
     void split_weights(float* weights, int width, float* w_scale) {
@@ -211,6 +244,7 @@ private:
             });
     }
 
+private:
     template <int R, int C, bool PART, bool AHEAD>
     void add_columns(TileState& tile, int d, int quads, int step, const float* w_scale) {
         IVec high[R][C] = {}, low[R][C] = {};
@@ -250,15 +284,6 @@ protected:
         return here.sealed == next.sealed ? ptrdiff_t(next.row) - ptrdiff_t(here.row) : 0;
     }
 
-    // Makes 8 bits a code of 4 bits, `stride` rows at a time, and fetches what will be read next.
-    static void unpack(const uint8_t* codes, ptrdiff_t to_next, int count, int stride, int width, int8_t* out) {
-        const int run = stride * width;
-        for (int j = 0; j < count; j += stride, codes += run / 2, out += run) {
-            for (int i = 0; i < run / 2; i += 64) fetch(codes + to_next + i);
-            unpack_codes4(codes, run / 2, out);
-        }
-    }
-
     // Quads of values of 4 tokens become quads of 4 numbers of a key.
     void turn_latents(int count) {
         for (int row = 0; row < count; row += 4) {
@@ -277,9 +302,11 @@ protected:
     ptrdiff_t k_to_next_ = 0, v_to_next_ = 0;  // bytes from a block's keys, or values, to those of the next one
     const float *k_scale_ = nullptr, *v_scale_ = nullptr;
 
+    int8_t *high_, *low_;  // weights of a tile
+
 private:
     CodedQueries queries_, latent_queries_;
-    int8_t *high_, *low_, *latents_;
+    int8_t* latents_;
 };
 
 // Blocks of 4 bits are made 8 one by one. Their values went through the Hadamard transform as well;
@@ -309,25 +336,31 @@ public:
     }
 
 private:
+    // Makes 8 bits a code of 4 bits, `stride` rows at a time, and fetches what will be read next.
+    static void unpack(const uint8_t* codes, ptrdiff_t to_next, int count, int stride, int width, int8_t* out) {
+        const int run = stride * width;
+        for (int j = 0; j < count; j += stride, codes += run / 2, out += run) {
+            for (int i = 0; i < run / 2; i += 64) fetch(codes + to_next + i);
+            unpack_codes4(codes, run / 2, out);
+        }
+    }
+
     int8_t *keys_, *values_;
 };
 
-// Blocks of int8 rows, whose values went through the Hadamard transform as well, and sealed ones.
+// Blocks of int8 rows, whose values went through the Hadamard transform as well, and sealed ones. Codes of 4 bits are
+// multiplied as they are, 0 .. 15, and what they stand for, 2 c - 15, is made of the sums.
 class SealedRows : public Int8Rows {
 public:
     static size_t bytes(const edgellm::KV& kv) {
-        const size_t width = kv.head_dim, all = edgellm::ROWS_PER_TASK * width;
-        return 64 + Int8Rows::bytes(kv) + 2 * edgellm::BLOCK * width + CodedQueries::bytes(kv.head_dim) + 4 * all +
-               4 * edgellm::BLOCK;
+        const size_t rows = 4 * edgellm::ROWS_PER_TASK * size_t(kv.head_dim);
+        return 64 + Int8Rows::bytes(kv) + CodedQueries::bytes(kv.head_dim) + rows;
     }
 
     SealedRows(const edgellm::KV& kv, char* memory)
-        : Int8Rows(kv, memory), keys_(reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64)),
-          values_(keys_ + edgellm::BLOCK * size_t(head_dim_)),
-          tile_(reinterpret_cast<char*>(values_ + edgellm::BLOCK * size_t(head_dim_)), head_dim_) {
-        plain_ = reinterpret_cast<float*>(values_ + edgellm::BLOCK * size_t(head_dim_)) + CodedQueries::bytes(head_dim_) / 4;
-        ones_ = plain_ + edgellm::ROWS_PER_TASK * size_t(head_dim_);
-        std::fill(ones_, ones_ + edgellm::BLOCK, 1.0f);
+        : Int8Rows(kv, memory), tile_(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64, head_dim_) {
+        const size_t before = (Int8Rows::bytes(kv) + 63) / 64 * 64 + CodedQueries::bytes(head_dim_);
+        plain_ = reinterpret_cast<float*>(memory + before);
     }
 
     void set_query(int r, const float* q, float norm) {
@@ -336,47 +369,98 @@ public:
     }
 
     void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
-        by_channel_ = here.sealed && kv_.format == edgellm::K4V4;
-        if (!here.sealed) return Int8Rows::open(here, next, count);
+        sealed_ = here.sealed;
+        if (!sealed_) return Int8Rows::open(here, next, count);
         const edgellm::Sealed& sealed = kv_.sealed;
-        const ptrdiff_t rows = rows_between(here, next);
+        const ptrdiff_t to_next = rows_between(here, next) * head_dim_;
         const size_t at = here.row * head_dim_;
-        if (by_channel_) {
-            unpack(static_cast<const uint8_t*>(sealed.k) + at / 2, rows * head_dim_ / 2, count, edgellm::KEYS,
-                   head_dim_, keys_);
-            k_ = keys_;
-            k_to_next_ = 0;
+        packed_to_next_ = to_next / 2;
+        values4_ = static_cast<const uint8_t*>(sealed.v) + at / 2;
+        v_scale_ = sealed.v_scale + here.row;
+        if (kv_.format == edgellm::K4V4) {
+            keys4_ = static_cast<const uint8_t*>(sealed.k) + at / 2;
             half_ = sealed.k_scale + here.row / edgellm::BLOCK * 2 * head_dim_;
         } else {
             k_ = static_cast<const int8_t*>(sealed.k) + at;
-            k_to_next_ = rows * head_dim_;
+            k_to_next_ = to_next;
             k_scale_ = sealed.k_scale + here.row;
         }
-        unpack(static_cast<const uint8_t*>(sealed.v) + at / 2, rows * head_dim_ / 2, count, 4, head_dim_, values_);
-        v_ = values_;
-        v_to_next_ = 0;
-        v_scale_ = sealed.v_scale + here.row;
     }
 
     // A channel's scale goes into the queries, which are rounded anew for each block:
     // q . k = sum of (q half) code, and of q mid.
     template <int R, bool AHEAD>
     void score(int first, int width, float* scores) {
-        if (!by_channel_) return Int8Rows::score<R, AHEAD>(first, width, scores);
+        if (!sealed_ || kv_.format == edgellm::K8V4) return Int8Rows::score<R, AHEAD>(first, width, scores);
         float shift[R];
         tile_.set_scaled<R>(plain_ + size_t(first) * head_dim_, half_, half_ + head_dim_, shift);
-        tile_.score<R, false, false>(0, width, k_, ones_, k_, scores);
-        for (int r = 0; r < R; ++r)
-            for (int j = 0; j < width; j += LANES) {
-                float* at = scores + r * edgellm::BLOCK + j;
-                store(at, load(at) + splat(shift[r]));
+        tile_.score4<R, AHEAD>(width, keys4_, packed_to_next_, shift, scores);
+    }
+
+    template <int R, bool AHEAD>
+    void add(TileState& tile, int count, int width) {
+        if (!sealed_) return Int8Rows::add<R, AHEAD>(tile, count, width);
+        float w_scale[R];
+        int32_t start[R];
+        split_weights<R>(tile.scores, width, w_scale);
+        unrolled<R>([&](int r) {
+            IVec high = {}, low = {};
+            for (int j = 0; j < edgellm::BLOCK; j += 4 * LANES) {
+                high = dot(high, load_bytes(high_ + r * edgellm::BLOCK + j), Bytes{} + int8_t(1));
+                low = dot(low, load_bytes(low_ + r * edgellm::BLOCK + j), Bytes{} + int8_t(1));
             }
+            start[r] = -15 * ((sum_of(high) << 7) + sum_of(low));
+        });
+        constexpr int WIDE = LANES == 16 && R < 4 ? 2 : 1;  // as many as there are registers for
+        int d = 0;
+        for (; d + WIDE * LANES <= head_dim_ / 2; d += WIDE * LANES)
+            add_columns4<R, WIDE, AHEAD>(tile, d, w_scale, start);
+        for (; d < head_dim_ / 2; d += LANES) add_columns4<R, 1, AHEAD>(tile, d, w_scale, start);
     }
 
 private:
-    int8_t *keys_, *values_;
+    // Columns from d on, and those half a head behind them, which the other halves of the bytes have.
+    template <int R, int C, bool AHEAD>
+    void add_columns4(TileState& tile, int d, const float* w_scale, const int32_t* start) {
+        const int half = head_dim_ / 2, step = padded(head_dim_), count = std::min(LANES, half - d);
+        IVec high[R][2 * C] = {}, low[R][2 * C] = {};
+        const uint8_t* from = values4_ + 4 * d;
+        const int8_t *high_codes = high_, *low_codes = low_;
+        for (int quad = 0; quad < edgellm::BLOCK / 4; ++quad, from += 4 * half, high_codes += 4, low_codes += 4) {
+            Bytes value[2 * C];
+            unrolled<C>([&](int c) {
+                if (AHEAD) fetch(from + 4 * c * LANES + packed_to_next_);
+                Bytes both = {};
+                if (count == LANES)
+                    both = load_bytes(from + 4 * c * LANES);
+                else
+                    std::memcpy(&both, from, 4 * size_t(count));
+                value[2 * c] = low_halves(both);
+                value[2 * c + 1] = high_halves(both);
+            });
+            unrolled<R>([&](int r) {
+                const Bytes x = splat_quad(high_codes + r * edgellm::BLOCK);
+                const Bytes y = splat_quad(low_codes + r * edgellm::BLOCK);
+                unrolled<2 * C>([&](int c) {
+                    high[r][c] = dot(high[r][c], value[c], x);
+                    low[r][c] = dot(low[r][c], value[c], y);
+                });
+            });
+        }
+        unrolled<R>([&](int r) {
+            unrolled<2 * C>([&](int c) {
+                float* out = tile.values + size_t(r) * step + d + c % 2 * half + c / 2 * LANES;
+                const Vec sum = to_float(2 * ((high[r][c] << 7) + low[r][c]) + start[r]);
+                const Vec all = load_some(out, count) * splat(tile.shrink[r]) + sum * splat(w_scale[r]);
+                std::memcpy(out, &all, 4 * size_t(count));
+            });
+        });
+    }
+
     CodedQueries tile_;  // of the rows of a tile, for a block
-    float *plain_, *ones_;
-    const float* half_ = nullptr;  // of each channel, then the middles
-    bool by_channel_ = false;
+    float* plain_;
+    const uint8_t *keys4_ = nullptr, *values4_ = nullptr;
+    ptrdiff_t packed_to_next_ = 0;  // bytes from a block's packed codes to those of the next one
+    const float* half_ = nullptr;   // of each channel, then the middles
+    bool sealed_ = false;
 };

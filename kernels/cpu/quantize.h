@@ -68,7 +68,7 @@ inline void unpack_codes4(const uint8_t* packed, int n, int8_t* codes) {
     int i = 0;
     for (; i + 4 * LANES <= n; i += 4 * LANES) {
         const Bytes both = load_bytes(packed + i);
-        const Bytes low = both & int8_t(15), high = (both >> 4) & int8_t(15);
+        const Bytes low = low_halves(both), high = high_halves(both);
         *reinterpret_cast<Bytes*>(codes + i) = low + low - int8_t(15);
         *reinterpret_cast<Bytes*>(codes + n + i) = high + high - int8_t(15);
     }

@@ -36,6 +36,9 @@ inline void store_some(int8_t* p, IVec v, int count) {
     const Narrow narrow = __builtin_convertvector(v, Narrow);
     std::memcpy(p, &narrow, count);
 }
+// The low and the high four bits of bytes, 0 .. 15.
+inline Bytes low_halves(Bytes v) { return v & int8_t(15); }
+inline Bytes high_halves(Bytes v) { return (v >> 4) & int8_t(15); }
 inline Vec splat(float x) { return x - Vec{}; }
 inline IVec splat_int(int32_t x) { return x - IVec{}; }
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }
