@@ -117,10 +117,10 @@ def _show_limits(llm: LLM, count: int) -> None:
 def _show_memory(llm: LLM) -> None:
     engine = llm.engine
     click.echo(f"weights: about {copies_text(engine.memory.copies)}")
-    found = resident(engine.bundle)
-    mapped = ", ".join(f"{folder} {size / 1e6:.1f}" for folder, size in found.mapped.items())
+    memory = resident(engine.bundle)
+    mapped = ", ".join(f"{folder} {size / 1e6:.1f}" for folder, size in memory.mapped.items())
     click.echo(
-        f"in memory now: {found.total / 1e6:.1f} MB"
+        f"in memory now: {memory.total / 1e6:.1f} MB"
         + (f", of which mapped from the bundle's files: {mapped}" if mapped else "")
     )
 

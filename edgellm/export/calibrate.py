@@ -60,7 +60,7 @@ class CalibrationOptions:
             computes what is beyond the grid (see `quantize/shadow.py`), where that saves most.
         shadow_percentile: percentile that the grids of layers with a shadow reach to.
         rounding: rounding of weights: `gptq`, for the inputs that were seen (see
-            `quantize/gptq.py`; 43 s for a weight `[4096, 14336]`, two cores), or each to the
+            `quantize/weights.py`; 43 s for a weight `[4096, 14336]`, two cores), or each to the
             `nearest`, which is faster.
     """
 

@@ -204,11 +204,11 @@ def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -
     else:  # a dequantized table may be larger than memory
         weight = tensor.quantized()
         read = lambda rows: dequantize(weight.rows(rows))  # noqa: E731
-    found = []
+    embeddings = []
     for window in windows:
         rows = (np.asarray(window, np.int64)[:, None] * layers + np.arange(layers)).reshape(-1)
-        found.append(read(rows).reshape(len(window), -1))
-    return found
+        embeddings.append(read(rows).reshape(len(window), -1))
+    return embeddings
 
 
 # A mixer with a state, of all rows of a text: from what its input projections give.

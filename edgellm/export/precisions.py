@@ -12,7 +12,7 @@ packed quantized weights as the file has them, for the native kernels instead of
 w8a16-qdq
        int8 weights (a scale per channel) and 16-bit activations with scales from a calibration run
        (see `calibrate.py`), for accelerators that want static scales. Weights are rounded
-       for the inputs of that run (`quantize/gptq.py`).
+       for the inputs of that run (`quantize/weights.py`).
 w8a8-qdq
        as w8a16-qdq, with 8-bit inputs of linear layers, and the runs of inputs of o_proj and
        down_proj mixed with each other. Values that the grid before down_proj clips are lost, or, in

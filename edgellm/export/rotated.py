@@ -33,16 +33,15 @@ from edgellm.graphs.linear import (
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels import hadamard
-from edgellm.quantize.error import relative_error
-from edgellm.quantize.gptq import quantize_channels_for
-from edgellm.quantize.rotation import (
+from edgellm.quantize.basis import (
     random_rotation,
     rotate_input,
     rotate_input_blocks,
     rotate_output,
     spreading,
 )
-from edgellm.quantize.weights import quantize_channels
+from edgellm.quantize.error import relative_error
+from edgellm.quantize.weights import quantize_channels, quantize_channels_for
 from edgellm.store.reference import ROTATION
 
 Floats = NDArray[np.float32]

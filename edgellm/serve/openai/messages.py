@@ -26,7 +26,7 @@ def read_conversation(fields: Fields) -> Conversation:
         RequestError: a field is wrong, there are no messages, or a message has a part that no
             model here reads, such as an image.
     """
-    tools = read_tools(fields.get("tools"), "tools")
+    tools = read_tools(fields.get("tools"))
     choice = read_choice(fields.get("tool_choice"), tools, "tool_choice")
     parallel = fields.flag("parallel_tool_calls")
     hints: dict[str, Scalar] = {}
@@ -62,15 +62,15 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     return messages
 
 
-def read_tools(value: Any, param: str) -> tuple[Tool, ...]:
+def read_tools(value: Any) -> tuple[Tool, ...]:
     """Read a list of OpenAI's tools; null: no tools."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise RequestError(
-            "invalid_request", f"`{param}` is a list of at most {MAX_TOOLS} tools", param=param
+            "invalid_request", f"`tools` is a list of at most {MAX_TOOLS} tools", param="tools"
         )
-    return checked(param, lambda: checked_tools(value))
+    return checked("tools", lambda: checked_tools(value))
 
 
 def read_choice(value: Any, tools: tuple[Tool, ...], param: str) -> ToolChoice:
