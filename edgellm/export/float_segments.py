@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.packed_weights import mamba2_vectors
+from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.errors import ModelFormatError
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader

@@ -12,8 +12,7 @@ from typing import Any
 from edgellm.generation_options import GenerationArguments
 from edgellm.results import Stats
 from edgellm.serve.anthropic.messages import read_conversation
-from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.ask import Ask, asked_prompt
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import MAX_STOPS, Fields
