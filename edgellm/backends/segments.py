@@ -19,7 +19,7 @@ from edgellm.errors import BundleError
 from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
 from edgellm.progress import ProgressCallback
-from edgellm.quantize.shadow import ShadowLinear
+from edgellm.quantize.calibration import ShadowLinear
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PrecisionEntry, map_arrays
 

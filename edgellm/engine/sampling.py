@@ -116,7 +116,6 @@ class Sampler:
         return int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
 
     def _step(self, name: str, tokenizer: Tokenizer | None) -> _Step:
-        """Return the function of a sampler."""
         options, least = self._options, self._options.min_keep
         if name == "dry":
             dry = Dry(options, tokenizer)

@@ -232,7 +232,6 @@ class _RotatedLayers:
         return "+".join(dict.fromkeys(types))
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
-        """Make a segment from its `weights`."""
         last = index == self._config.layer_count
         ones = Norm(store.array("ones", np.ones(self._config.hidden_size)))
         experts = index > 0 and self._config.layers[index - 1].experts is not None

@@ -51,7 +51,7 @@ class FileEntry:
 class ShadowEntry:
     """A linear layer with a shadow: the host computes what its input grid clips.
 
-    See `quantize/shadow.py`.
+    See `quantize/calibration.py`.
 
     Attributes:
         scale, bits: the grid of the layer's input.

@@ -1,14 +1,15 @@
-"""Messages and tools in OpenAI's form, which other dialects share in part."""
+"""Messages, tools and errors in OpenAI's form, which other dialects share in part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from edgellm.errors import OptionError
 from edgellm.serve.ask import Conversation
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.request_error import RequestError
+from edgellm.serve.http.streaming import JSON
+from edgellm.serve.request_error import Kind, RequestError
 from edgellm.text.prompt import ROLES, Message
 from edgellm.text.template import Scalar
 from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choice, checked_tools
@@ -142,3 +143,26 @@ def _part(part: Fields) -> str:
         f"`{part.where}type` is {kind[:40]!r}; the models here read texts alone",
         param=f"{part.where}type",
     )
+
+
+_TYPES: Mapping[Kind, str] = {
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "not_found_error",
+    "internal": "server_error",
+    "overloaded": "overloaded_error",
+    "unavailable": "unavailable_error",
+    "context_length": "exceed_context_size_error",
+}
+
+
+def error_body(error: RequestError) -> JSON:
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.kind, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code,
+            **error.details,
+        }
+    }
