@@ -16,8 +16,8 @@ w8a16-qdq
 w8a8-qdq
        as w8a16-qdq, with 8-bit inputs of linear layers, and the runs of inputs of o_proj and
        down_proj mixed with each other. Values that the grid before down_proj clips are lost, or, in
-       the layers where that saves most, computed by the host (`quantize/calibration.py`), with narrower
-       grids. Not for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, too few:
+       the layers where that saves most, computed by the host (`quantize/calibration.py`), with
+       narrower grids. Not for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, too few:
        outputs of down_proj alone cost 17 % perplexity (SmolLM2-135M, simulated).
 """
 
