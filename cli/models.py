@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from edgellm import LoadArguments, load
+from edgellm import LoadArguments
 from edgellm.cli.config import path_and_scale
 from edgellm.cli.options import chosen_adapter, load_options, lora_options, model_argument
-from edgellm.cli.progress import progress_bar
+from edgellm.cli.progress import loaded, progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
 from edgellm.export import (
@@ -349,8 +349,7 @@ def add(
         raise OptionError("give the text with -p or with -f, and not with both")
     text = read_text(file) if file is not None else text or ""
     adapter = chosen_adapter(adapter)
-    with progress_bar() as progress:
-        llm = load(name, **load_arguments, progress=progress)
+    llm = loaded(name, load_arguments)
     with progress_bar() as progress:
         adapter = adapter or llm.generation_options().adapter
         session = llm.prefix(prefix, text, system=not raw, adapter=adapter, progress=progress)
