@@ -249,8 +249,15 @@ def test_the_first_of_equal_experts_are_taken(triton_device: str, count: int) ->
     np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 9, 33, 70])
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize(
+    ("routing", "count"),
+    [
+        (routing, count)  # each with few rows and with many
+        for i, routing in enumerate(ROUTINGS)
+        for count in ((1, 9)[i % 2], (33, 70)[i // 2 % 2])
+    ],
+    ids=str,
+)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_each_expert_is_a_product_of_its_own(
     triton_device: str, routing: Routing, count: int
