@@ -89,6 +89,7 @@ def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
 
 CUT = [
     *(SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], SHARED["gemma4"]),
+    *(SHARED["gemma3n"], SHARED["streams"]),
     *EXPERTS.values(),
     *LATENTS.values(),
     *HYBRIDS.values(),
@@ -146,6 +147,7 @@ BATCHES = {
             ("past a split of the keys", UNEVEN["heads"], "f32"),
             ("chunks and tokens", SHARED["gemma4"], "int8"),
             ("tokens", SHARED["gemma4"], "f32"),
+            ("chunks and tokens", SHARED["gemma3n"], "int8"),
             ("tokens", EXPERTS["two of seven"], "int8"),
             ("chunks and tokens", EXPERTS["every second layer"], "f32"),
             ("past a split of the keys", HYBRIDS["short_conv"], "int8"),
