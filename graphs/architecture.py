@@ -170,6 +170,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "deepseek2": "deepseek_v2",
     "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4-assistant": "gemma4_text",
     "glm4moe": "glm4_moe",
@@ -192,11 +193,11 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
         "recurrentgemma", "rwkv",
     ),
     "sparse attention (DSA)": ("deepseekv32", "deepseek32"),
-    "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
 _HF_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_assistant": "gemma4_text",
     "gemma4_unified_assistant": "gemma4_unified_text",

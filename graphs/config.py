@@ -11,6 +11,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import check_sizes, shown
 from edgellm.graphs.layer_config import OTHER_MODEL, Attention, LayerConfig, Rope
 from edgellm.graphs.typed_json import key_of, parse
+from edgellm.kernels.altup import MOST_STREAMS
 
 _LARGEST = {
     "vocab_size": 1 << 24,
@@ -22,7 +23,8 @@ _LARGEST = {
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None},
+    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None, "laurel": None},
+    "mlp": {"cutoff": None},
     "mixer": {
         "sinks": False,
         "output_gate": False,
@@ -62,6 +64,9 @@ class ModelConfig:
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
         backbone: width of the hidden states of another model, for which this one drafts: it reads
             these, that model's embeddings, and its K and V. None: it is a model by itself.
+        streams: number of residual streams; a layer computes the first and predicts the others
+            (AltUp, arXiv:2301.13310), which embeddings for each layer are added to. None: there is
+            one.
     """
 
     model_type: str
@@ -77,6 +82,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     layer_embedding: int | None = None
     backbone: int | None = None
+    streams: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -88,6 +94,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        if self.streams is not None and not 2 <= self.streams <= MOST_STREAMS:
+            raise UnsupportedModelError(
+                f"model config: {shown(self.streams)} residual streams; 2 to {MOST_STREAMS} are "
+                "supported"
+            )
         self._check_layers()
         self._check_ropes()
         self._check_sources()
@@ -115,6 +126,8 @@ class ModelConfig:
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
             if layer.beside is not None:
                 _check_groups("size", layer.beside.size)
+            if layer.scaled and self.streams is not None:
+                raise UnsupportedModelError("model config: scaled layers of several streams")
             if not layer.attends:
                 continue
             if not 0 <= layer.attention.rope < len(self.ropes):
@@ -206,7 +219,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
-        for name in ("layer_embedding", "backbone"):
+        for name in ("layer_embedding", "backbone", "streams"):
             if values[name] is None:
                 del values[name]
         return values
@@ -223,6 +236,7 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
         _leave_out(values["experts"], _LATER["experts"])
     if layer.shared is not None:
         _leave_out(values["shared"], _LATER["shared"])
+    _leave_out(values["mlp"], _LATER["mlp"])
     _leave_out(values["mixer"], _LATER["mixer"])
     _leave_out(values, _LATER["layer"])
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}

@@ -367,17 +367,29 @@ class Mlp:
     Attributes:
         intermediate: outputs of gate and up, inputs of down.
         bias: whether each of its linear layers has a bias.
+        cutoff: number of standard deviations above the mean of a token's gates from which on a gate
+            counts, by what it exceeds; None: all count as they are.
     """
 
     intermediate: int
     activation: Activation = "silu"
     gated: bool = True
     bias: bool = False
+    cutoff: float | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, LARGEST)
         if self.activation == "clamped_swiglu" and not self.gated:
             raise UnsupportedModelError("model config: a clamped SwiGLU without a gate")
+        if self.cutoff is None:
+            return
+        if not math.isfinite(self.cutoff):
+            raise ModelFormatError(f"model config: cutoff is {self.cutoff}; it must be a number")
+        if self.bias or not self.gated:
+            raise UnsupportedModelError(
+                "model config: gates above a cutoff in an MLP with biases or without a gate; "
+                "supported is one with a gate and without biases"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,6 +424,9 @@ class LayerConfig:
         shared: expert beside the chosen ones, with their activation; None: there is none.
         beside: mixer that reads the same rows as attention, and whose output is added as well, so
             that the layer has K and V and a state; None: there is none.
+        laurel: rank of a product that attention's normalized rows go through beside it: with these
+            rows it is added to the residual, which is divided by the root of 2 then (LAuReL,
+            arXiv:2411.07501). None: there is none.
     """
 
     mixer: Mixer
@@ -421,6 +436,7 @@ class LayerConfig:
     scaled: bool = False
     shared: SharedExpert | None = None
     beside: Mamba2 | None = None
+    laurel: int | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -434,6 +450,10 @@ class LayerConfig:
                 "model config: a mixer beside another one; supported is one beside attention, in a "
                 "layer without norms of outputs"
             )
+        if self.mlp.cutoff is not None and self.experts is not None:
+            raise UnsupportedModelError("model config: experts whose gates count above a cutoff")
+        if self.laurel is not None:
+            _check_laurel(self, self.laurel)
 
     @property
     def attention(self) -> Attention:
@@ -490,6 +510,21 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
         )
     if not mlp.gated:
         raise UnsupportedModelError("model config: experts without a gate; supported is one")
+
+
+def _check_laurel(layer: LayerConfig, rank: int) -> None:
+    check_sizes(layer, {"laurel": LARGEST["rank"]})
+    if rank % _GROUP:
+        raise UnsupportedModelError(
+            f"model config: the rank of laurel is {rank}; weights are quantized in groups of "
+            f"{_GROUP}, so it must be a multiple of {_GROUP}"
+        )
+    plain = layer.attends and layer.attention.latent is None and layer.experts is None
+    if not plain or layer.norms != "sandwich":
+        raise UnsupportedModelError(
+            "model config: laurel beside experts, latents or another mixer than attention, or "
+            "without norms on both sides; supported is a layer with attention, an MLP and these"
+        )
 
 
 def _check_beside(layer: LayerConfig) -> None:

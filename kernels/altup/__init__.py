@@ -1,5 +1,5 @@
 """Alternating updates: a layer computes one of several residual streams, and predicts the others."""
 
-from edgellm.kernels.altup.weights import AltUpWeights, Streams
+from edgellm.kernels.altup.weights import MOST_STREAMS, AltUpWeights, Streams
 
-__all__ = ["AltUpWeights", "Streams"]
+__all__ = ["MOST_STREAMS", "AltUpWeights", "Streams"]
