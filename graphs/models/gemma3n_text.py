@@ -80,8 +80,10 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume(_DEFAULTS)
     fields.require("hidden_activation", "gelu_pytorch_tanh")
     fields.require("attention_bias", False)
+    fields.require("is_causal", True)
     fields.require("altup_active_idx", 0)
-    fields.ignore("altup_coef_clip")  # in training alone
+    # of training, and one that no code reads
+    fields.ignore("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")
     fields.require("altup_correct_scale", True, False)  # see _hf_fold
     count, heads = (fields.read(int, f"num_{x}") for x in ("hidden_layers", "attention_heads"))
     kv_heads, head_dim = fields.read(int, "num_key_value_heads"), fields.read(int, "head_dim")
@@ -150,6 +152,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     fields = header.fields
     fields.assume({"rope.freq_base": _THETA, "altup.num_inputs": 4})
     fields.require("altup.active_idx", 0)
+    fields.require("attention.causal", True)
     count = fields.read(int, "block_count")
     head_dim = fields.read(int, "attention.key_length")
     fields.require("attention.value_length", head_dim)

@@ -519,6 +519,8 @@ def perturb(model: Any) -> None:
                 spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
                 if "modality_router" in key:  # what it reads is divided by the width
                     spread *= weight.shape[-1]
+                if key.endswith("_coefs.weight"):  # or streams grow from layer to layer
+                    spread *= 0.3
                 weight.copy_(spread * torch.randn_like(weight))
         for key, scale in model.named_buffers():
             if key.endswith("layer_scalar"):

@@ -65,12 +65,14 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     ),
     (LayerConfig, "beside"): (layer(beside=MAMBA), "a mixer beside attention"),
     (LayerConfig, "scaled"): (layer(scaled=True), "scaled layers"),
+    (LayerConfig, "laurel"): (layer(norms="sandwich", laurel=32), "products beside attention"),
     (LayerConfig, "norms"): (layer(norms="sandwich"), "norms of what attention and MLP add"),
     (LayerConfig, "mixer"): (layer(mixer=ShortConv(channels=96, taps=3)), "layers with states"),
     (Mlp, "activation"): (
         layer(mlp=replace(LAYER.mlp, activation="clamped_swiglu")),
         "a clamped SwiGLU without experts",
     ),
+    (Mlp, "cutoff"): (layer(mlp=replace(LAYER.mlp, cutoff=1.6)), "gates above a cutoff"),
     (Attention, "v_norm"): (attention(v_norm=True, **NORMED), "norms of V"),
     (Attention, "k_as_v"): (attention(k_as_v=True, **NORMED), "V made of K"),
     (Attention, "kv_from"): (attention(kv_from=0), "layers that share K and V"),
@@ -89,6 +91,7 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
         ),
         "K and V of another model",
     ),
+    (ModelConfig, "streams"): (replace(CONFIG, streams=2), "several residual streams"),
     (ModelConfig, "layer_embedding"): (
         replace(CONFIG, layer_embedding=32),
         "embeddings for each layer",
