@@ -48,6 +48,7 @@ from edgellm.machine import usable_cores
 from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 
 
 # The residual before layer 0 [n, E], rows of tokens' embeddings for each layer [n, layers * P], and
@@ -73,7 +74,7 @@ class ExpertSegment:
         """Compute the segment's outputs from its inputs, both by name."""
         own = (contract.X, contract.ATTENTION, contract.RESIDUAL)
         handed_on = {key: value for key, value in inputs.items() if key not in own}
-        streams: Any = None
+        streams: Doubles | None = None
         if self._index == 0:
             residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
             if self._config.layer_embedding is not None:
@@ -81,15 +82,16 @@ class ExpertSegment:
         else:
             residual, streams = self._after_layer(f"layers.{self._index - 1}", inputs)
         if self._index == 0 and self._config.streams is not None:
-            streams = altup.enter(residual, partial(self._product, "streams_enter"))
+            streams = altup.enter(residual.astype(np.float64), self._to_streams)
         if self._index == self._config.layer_count:
             if streams is not None:
-                residual = altup.leave(streams, self._from_stream)
+                residual = altup.leave(streams, self._from_stream).astype(np.float32)
             return {contract.HIDDEN: self._normed("final_norm", residual)}
         name = f"layers.{self._index}"
         if streams is not None:
             streams = altup.predict(self._altup(name), streams, self._config.norm_eps)
-            handed_on[STREAMS], residual = streams, streams[0].astype(np.float32)
+            handed_on[STREAMS] = streams.astype(np.float32)
+            residual = handed_on[STREAMS][0]
         x = self._normed(f"{name}.attention_norm", residual)
         mixer = self._config.layers[self._index].mixer
         if isinstance(mixer, Attention):
@@ -120,11 +122,19 @@ class ExpertSegment:
     def _altup(self, name: str) -> AltUpWeights:
         return altup_weights(lambda part: self._tensor(f"{name}.{part}"))
 
-    def _from_stream(self, x: Any, index: int) -> Any:
-        assert self._config.streams is not None
-        return self._product("streams_leave", x, index, self._config.streams - 1)
+    def _to_streams(self, x: Doubles) -> Doubles:
+        return self._product("streams_enter", x.astype(np.float32)).astype(np.float64)
 
-    def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> tuple[Floats, Any]:
+    def _from_stream(self, x: Doubles, index: int) -> Doubles:
+        assert self._config.streams is not None
+        product = self._product(
+            "streams_leave", x.astype(np.float32), index, self._config.streams - 1
+        )
+        return product.astype(np.float64)
+
+    def _after_layer(
+        self, name: str, inputs: Mapping[str, Floats]
+    ) -> tuple[Floats, Doubles | None]:
         """Return the residual behind a layer and, if there are several, all streams."""
         mixed, beside = inputs[contract.ATTENTION], self._config.layers[self._index - 1].beside
         added = self._product(f"{name}.o", mixed[:, : len(self._tensor(f"{name}.o")[0])])
@@ -134,10 +144,11 @@ class ExpertSegment:
         if self._config.layers[self._index - 1].laurel is not None:
             residual = self._with_laurel(name, residual, inputs[contract.RESIDUAL])
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
-        streams: Any = None
+        streams: Doubles | None = None
         if self._config.streams is not None:
             weights = self._altup(name)
-            streams = altup.correct(weights, inputs[STREAMS], after, self._config.norm_eps)
+            predicted, made = (x.astype(np.float64) for x in (inputs[STREAMS], after))
+            streams = altup.correct(weights, predicted, made, self._config.norm_eps)
             after = (streams[0] * weights.scale).astype(np.float32)
         if self._config.layer_embedding is not None:
             embedded = self._embedded(name, after, inputs)

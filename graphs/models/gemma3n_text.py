@@ -167,13 +167,16 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         shared=fields.read(int, "attention.shared_kv_layers"),
         scaled=[False] * count,
     )
-    local = rope_scaling.plain(head_dim, fields.positive("rope.freq_base_swa", default=_LOCAL_THETA))
+    theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
     config = ModelConfig(
         model_type=header.model_type,
         vocab_size=header.vocab_size,
         hidden_size=hidden_size,
         layers=layers.all(fields.origin),
-        ropes=(rope_scaling.from_gguf(header, head_dim=head_dim), local),
+        ropes=(
+            rope_scaling.from_gguf(header, head_dim=head_dim),
+            rope_scaling.plain(head_dim, theta),
+        ),
         norm_eps=fields.read(float, "attention.layer_norm_rms_epsilon"),
         context_length=rope_scaling.context_of_gguf(header),
         tied_embedding="output.weight" not in header.tensors,

@@ -1,4 +1,4 @@
-"""Alternating updates: a layer computes one of several residual streams, and predicts the others."""
+"""Alternating updates: a layer computes one of several residual streams, and predicts others."""
 
 from edgellm.kernels.altup.weights import MOST_STREAMS, AltUpWeights, Streams
 

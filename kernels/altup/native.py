@@ -18,6 +18,6 @@ class AltUpLayer(ctypes.Structure):
     @classmethod
     def of(cls, weights: AltUpWeights | None) -> AltUpLayer:
         """Point at the weights, which must outlive the structure."""
-        return (
-            cls() if weights is None else cls(*(address(getattr(weights, name)) for name in _FIELDS))
-        )
+        if weights is None:
+            return cls()
+        return cls(*(address(getattr(weights, name)) for name in _FIELDS))

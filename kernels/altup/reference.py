@@ -56,7 +56,9 @@ def leave(streams: Floats, project: Callable[[Floats, int], Floats]) -> Floats:
 
 def _route(weights: AltUpWeights, x: Floats, epsilon: float) -> Floats:
     scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
-    return np.tanh((x * scale * weights.router_norm) @ weights.router.T.astype(np.float64))
+    return np.asarray(
+        np.tanh((x * scale * weights.router_norm) @ weights.router.T.astype(np.float64))
+    )
 
 
 def _level(streams: Floats) -> Floats:

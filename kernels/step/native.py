@@ -348,7 +348,8 @@ class FusedStep:
 
         Returns:
             Hidden states after the final norm `[tokens, E]`, or the residual that enters the layer
-            behind the group, of several streams side by side `[tokens, S * E]`, and logits `[logit_rows, V]`, span after span; None: it was stopped.
+            behind the group, of several streams side by side `[tokens, S * E]`, and logits
+            `[logit_rows, V]`, span after span; None: it was stopped.
 
         Raises:
             ValueError: a token, block, position or layer does not exist, or an adapter is for

@@ -342,9 +342,9 @@ def activate(x: Floats, activation: Activation) -> Floats:
 
 
 def exceeding(gate: Floats, deviations: float) -> Floats:
-    """Return what each gate exceeds its row's mean and `deviations` standard deviations by, or 0."""
+    """Return what gates exceed the mean and `deviations` standard deviations of their row by."""
     cutoff = gate.mean(axis=-1, keepdims=True) + deviations * gate.std(axis=-1, keepdims=True)
-    return np.maximum(gate - cutoff, 0)
+    return np.asarray(np.maximum(gate - cutoff, 0))
 
 
 def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:

@@ -47,7 +47,8 @@ class LayerGroup:
     Attributes:
         layers: consecutive indices of the layers.
         entering: residual of each row before the first layer `[tokens, E]`, of several streams side
-            by side; in graphs of segments with Q, K and V beside it; None: layer 0 begins with the embedding.
+            by side, in graphs of segments with Q, K and V beside it; None: layer 0 begins with the
+            embedding.
     """
 
     layers: range
