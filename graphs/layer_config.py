@@ -12,7 +12,7 @@ from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import LARGEST, check_sizes
-from edgellm.kernels.delta_net.weights import LANES, MOST_TAPS, STATE_COLUMNS
+from edgellm.kernels.delta_net import LANES, MOST_TAPS, STATE_COLUMNS
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import LANE_BLOCK
 

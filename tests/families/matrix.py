@@ -154,6 +154,13 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def shown(name: str) -> dict[str, str]:
+    """Return what the page has of a family, by the columns of its table."""
+    table = PAGE.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.strip().splitlines()]
+    return next(dict(zip(rows[0], row, strict=True)) for row in rows if row[0] == name)
+
+
 def replace_table(page: Path, rows: str) -> None:
     """Put a table between the marks of a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(_BEGIN)
