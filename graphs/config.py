@@ -19,6 +19,7 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
     "layer_embedding": 1 << 12,
+    "layer_tokens": 1 << 24,
     "backbone": 1 << 18,
 }
 # Fields that came later, with the values of models before there were any.
@@ -62,6 +63,8 @@ class ModelConfig:
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
+        layer_tokens: number of first tokens that have them; all others have those of token 0. None:
+            all tokens have them.
         backbone: width of the hidden states of another model, for which this one drafts: it reads
             these, that model's embeddings, and its K and V. None: it is a model by itself.
         streams: number of residual streams; a layer computes the first and predicts the others
@@ -81,6 +84,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     layer_embedding: int | None = None
+    layer_tokens: int | None = None
     backbone: int | None = None
     streams: int | None = None
 
@@ -107,12 +111,20 @@ class ModelConfig:
             _check_groups("backbone", self.backbone)
         if self.layer_embedding is not None:
             _check_groups("layer_embedding", self.layer_embedding)
-            rows = self.vocab_size * self.layer_count
+            rows = self.layer_rows
             if rows >= _MOST_ROWS:
                 raise ModelFormatError(
                     f"model config: tokens have {rows} embeddings for layers; below {_MOST_ROWS} "
                     "is allowed"
                 )
+
+        if self.layer_tokens is not None and (
+            self.layer_embedding is None or self.layer_tokens > self.vocab_size
+        ):
+            raise ModelFormatError(
+                f"model config: {self.layer_tokens} tokens have embeddings for layers, of the "
+                f"width {self.layer_embedding}; {self.vocab_size} is the most"
+            )
 
     def _check_layers(self) -> None:
         if not self.attentions:
@@ -205,6 +217,11 @@ class ModelConfig:
         return len({(each.heads, each.kv_heads, each.head_dim) for each in attentions}) == 1
 
     @property
+    def layer_rows(self) -> int:
+        """Rows of the table of tokens' embeddings for layers."""
+        return (self.layer_tokens or self.vocab_size) * self.layer_count
+
+    @property
     def has_experts(self) -> bool:
         """Whether some layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
@@ -219,7 +236,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
-        for name in ("layer_embedding", "backbone", "streams"):
+        for name in ("layer_embedding", "layer_tokens", "backbone", "streams"):
             if values[name] is None:
                 del values[name]
         return values

@@ -1,7 +1,8 @@
 """Tensors of a model under canonical names: the one list for all other files.
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
-    layer_embedding [V * layers, P]    layer_embedding_norm [P] (where the config has a width P)
+    layer_embedding [V * layers, P] (or of fewer tokens)    layer_embedding_norm [P] (where the
+        config has a width P)
     streams_enter, streams_leave [(S - 1) * E, E] (where the config has S residual streams)
     combine [E, 2B], project [B, E] (where the config has a backbone of the width B)
     layers.I.NAME, with the names of `layer_tensors`
@@ -18,7 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, LayerConfig, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, matrix whose rows are looked up
@@ -262,7 +264,7 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     for name in vectors:
         specs[name] = TensorSpec(name, (config.hidden_size,), "vector")
     if config.layer_embedding is not None:
-        rows = config.vocab_size * config.layer_count, config.layer_embedding
+        rows = config.layer_rows, config.layer_embedding
         specs["layer_embedding_norm"] = TensorSpec("layer_embedding_norm", rows[1:], "vector")
         specs["layer_embedding"] = TensorSpec("layer_embedding", rows, "rows")
     if config.streams is not None:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places, state_groups
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
 from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights

@@ -31,8 +31,9 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
-from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.altup import AltUpWeights
 from edgellm.kernels.altup import reference as altup
@@ -255,7 +256,9 @@ def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -
         read = lambda rows: dequantize(weight.rows(rows))  # noqa: E731
     found = []
     for window in windows:
-        rows = (np.asarray(window, np.int64)[:, None] * layers + np.arange(layers)).reshape(-1)
+        first = np.asarray(window, np.int64)[:, None] * layers
+        first[first >= tensor.shape[0]] = 0
+        rows = (first + np.arange(layers)).reshape(-1)
         found.append(read(rows).reshape(len(window), -1))
     return found
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2
+from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.state_mixers import Mamba2
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.manifest import Manifest

@@ -19,7 +19,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_kinds import FULL, by_period, layer_types, sliding_of_gguf
 from edgellm.graphs.models import gemma4_text
-from edgellm.graphs.tensor import Tensor, rows_of_tensor
+from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 
 _ALTUP, _LAUREL = "model.layers.{}.altup.", "model.layers.{}.laurel."
@@ -89,7 +89,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     kv_heads, head_dim = fields.read(int, "num_key_value_heads"), fields.read(int, "head_dim")
     sliding = layer_types(fields, count) or by_period(count, _PERIOD)
     attention = partial(gemma4_text.attention_of, heads, kv_heads, head_dim)
-    hidden_size = fields.read(int, "hidden_size")
+    hidden_size, vocabulary = (fields.read(int, x) for x in ("hidden_size", "vocab_size"))
+    known = fields.read(int, "vocab_size_per_layer_input")
     theta = fields.positive("rope_local_base_freq", default=_LOCAL_THETA)
     layers = gemma4_text.Layers(
         sliding=sliding,
@@ -101,7 +102,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     )
     config = ModelConfig(
         model_type="gemma3n_text",
-        vocab_size=_vocabulary(fields),
+        vocab_size=vocabulary,
         hidden_size=hidden_size,
         layers=layers.all(fields.origin),
         ropes=(
@@ -114,17 +115,13 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         embedding_scale=hidden_size**0.5,
         logit_softcap=fields.optional(float, "final_logit_softcapping"),
         layer_embedding=fields.read(int, "hidden_size_per_layer_input"),
+        # behind them are tokens of images and sound
+        layer_tokens=None if known == vocabulary else known,
         streams=fields.read(int, "altup_num_inputs"),
     )
     shares = fields.entries(float, "activation_sparsity_pattern", count)
     cutoffs = _usual_cutoffs(count) if shares is None else [_cutoff(x, fields) for x in shares]
     return _with_parts(config, cutoffs, rank=fields.read(int, "laurel_rank"))
-
-
-def _vocabulary(fields: Fields) -> int:
-    """Return the number of tokens of texts; behind them are those of images and sound, which have
-    no embeddings for layers."""
-    return min(fields.read(int, "vocab_size"), fields.read(int, "vocab_size_per_layer_input"))
 
 
 def _cutoff(share: float, fields: Fields) -> float | None:
@@ -195,11 +192,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def _hf_fold(name: str, tensor: Tensor, fields: Fields) -> Tensor:
-    """Cut tables to the tokens of texts; see `_fold` for the rest."""
-    if name in ("embedding", "head", "layer_embedding"):
-        rows = _vocabulary(fields)
-        if tensor.shape and tensor.shape[0] > rows:
-            tensor = rows_of_tensor(tensor, slice(rows))
+    """Leave out a scale that the config says is unused; see `_fold` for the rest."""
     scaled = fields.optional(bool, "altup_correct_scale") is not False
     if name.endswith(".altup_scale") and not scaled:
         return with_values(tensor, np.ones_like)

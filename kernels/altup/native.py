@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from edgellm.kernels.altup.weights import AltUpWeights
+from edgellm.kernels.altup import AltUpWeights
 from edgellm.kernels.native import address
 
 _FIELDS = ("router_norm", "router", "predict", "correct", "scale")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.altup.weights import AltUpWeights
+from edgellm.kernels.altup import AltUpWeights
 
 Floats = NDArray[np.float64]
 # Least mean square of a stream that is brought to the magnitude of another.
@@ -56,9 +56,8 @@ def leave(streams: Floats, project: Callable[[Floats, int], Floats]) -> Floats:
 
 def _route(weights: AltUpWeights, x: Floats, epsilon: float) -> Floats:
     scale = 1 / np.sqrt((x * x).mean(axis=-1, keepdims=True) + epsilon)
-    return np.asarray(
-        np.tanh((x * scale * weights.router_norm) @ weights.router.T.astype(np.float64))
-    )
+    normed = x * scale * weights.router_norm
+    return np.asarray(np.tanh(normed @ weights.router.T.astype(np.float64)))
 
 
 def _level(streams: Floats) -> Floats:

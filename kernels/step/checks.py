@@ -161,7 +161,13 @@ def _check_input(weights: Weights, layer: LayerWeights) -> None:
     if weights.layer_table is None:
         raise ValueError("a layer with embeddings of its own; needed is their table")
     table, width = weights.layer_table.table, weights.layer_table.table.inputs
-    _require("layer_table", table.outputs, weights.embedding.outputs * len(weights.layers))
+    count = len(weights.layers)
+    tokens, most = table.outputs // count, weights.embedding.outputs
+    if table.outputs % count or not 1 <= tokens <= most:
+        raise ValueError(
+            f"layer_table has {table.outputs} rows; needed are {count} for each of up to {most} "
+            "tokens"
+        )
     _require_floats("layer_table.norm", weights.layer_table.norm, width)
     _require_floats("input.post_norm", given.post_norm, hidden)
     for name, linear in (("context", given.context), ("gate", given.gate)):

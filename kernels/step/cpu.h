@@ -725,7 +725,8 @@ private:
             worker,
             [&](int r) {
                 const float* gate = b_.mixed + size_t(r) * 2 * width;
-                const int row = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                const int at = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                const int row = at < model_.layer_table.outputs ? at : l;
                 activate_input(model_, layer, row, gate, gate + width, activated, r);
             },
             weights(input.output));

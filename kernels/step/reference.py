@@ -182,7 +182,9 @@ def layer_embeddings(
     hidden, count = first.shape[1], len(weights.layers)
     context = _products(matrices, {}, f"layers.{index}.", rounded, 0, 1)(first, "input.context")
     context = norm(context / np.sqrt(hidden), weights.layer_table.norm, None, weights.epsilon)
-    rows = matrices["layer_table"][np.asarray(tokens) * count + index].astype(np.float64)
+    table = matrices["layer_table"].reshape(-1, count, weights.layer_table.table.inputs)
+    known = [token if token < len(table) else 0 for token in tokens]
+    rows = table[known, index].astype(np.float64)
     return np.asarray((context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2))
 
 

@@ -68,7 +68,8 @@ class LayerTable:
     """Embeddings of tokens for each layer, `e = (norm(c / sqrt(E)) + sqrt(P) * row) / sqrt(2)`.
 
     Attributes:
-        table: `[V * layers, P]`; a token has one row for each layer, side by side.
+        table: `[V * layers, P]`; a token has one row for each layer, side by side. Where it has
+            fewer, tokens behind have those of token 0.
         norm: weight of the norm of the contexts c, `[P]`.
     """
 

@@ -12,15 +12,8 @@ import numpy as np
 
 from edgellm.backends.packed_weights import altup_weights, mamba2_vectors
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import (
-    Attention,
-    DeltaNet,
-    LayerConfig,
-    Mamba2,
-    Mlp,
-    Rope,
-    ShortConv,
-)
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.altup import reference as altup
@@ -435,7 +428,8 @@ def layer_embedding(
     width = config.layer_embedding
     if width is None:
         return np.zeros_like(x)
-    table = checkpoint.tensor("layer_embedding").float32().reshape(config.vocab_size, -1, width)
+    table = checkpoint.tensor("layer_embedding").float32().reshape(-1, config.layer_count, width)
+    tokens = [token if token < len(table) else 0 for token in tokens]
     context = product(checkpoint, f"{name}layer_context", first) * config.hidden_size**-0.5
     context = normed(checkpoint, "layer_embedding_norm", context)
     e = (context + table[list(tokens), layer].astype(np.float64) * width**0.5) * 2**-0.5

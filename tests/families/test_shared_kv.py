@@ -41,7 +41,9 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path]:
     folder = tmp_path_factory.mktemp("shared")
-    whole = make(request.param, folder, **SIZES)
+    # tokens from 200 on have the embeddings of token 0 there
+    fewer = {"vocab_size_per_layer_input": 200} if request.param == "gemma3n_text" else {}
+    whole = make(request.param, folder, **SIZES, **fewer)
     round_weights(whole)
     whole.save_pretrained(folder)
     save_tokenizer(folder)

@@ -491,7 +491,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     kind, values = FAMILIES[name]
     values = {**_SMALL, **values, **changes}
     if values.get("hidden_size_per_layer_input") is not None:
-        values["vocab_size_per_layer_input"] = values["vocab_size"]
+        values.setdefault("vocab_size_per_layer_input", values["vocab_size"])
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(0)
     text = kind.removesuffix("Text")

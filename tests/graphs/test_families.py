@@ -271,6 +271,14 @@ def test_text_models_are_found_in_models_that_see(
     np.testing.assert_allclose(computed, logits(model, TOKENS), atol=1e-4)
 
 
+def test_tokens_without_embeddings_for_layers_have_those_of_the_first(tmp_path: Path) -> None:
+    """As those of images and sound in Gemma 3n."""
+    model = make("gemma3n_text", tmp_path, vocab_size_per_layer_input=90)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.layer_tokens == 90 <= max(TOKENS)
+    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=1e-4)
+
+
 def test_a_wrapper_that_says_nothing_has_the_head_that_is_there(tmp_path: Path) -> None:
     make("ministral3", tmp_path)
     wrap(tmp_path, "mistral3", "model.language_model.", "", tie_word_embeddings=None)
@@ -301,6 +309,11 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
         ("gemma2", {"attn_logit_softcapping": -1.0}, ModelFormatError, "softcap is -1"),
         ("gemma2", {"hidden_activation": "relu"}, UnsupportedModelError, "relu"),
         ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedModelError, "bidirect"),
+        ("gemma3n_text", {"altup_active_idx": 1}, UnsupportedModelError, "active_idx = 1 is not"),
+        ("gemma3n_text", {"altup_num_inputs": 9}, UnsupportedModelError, "9 residual streams; 2 t"),
+        ("gemma3n_text", {"laurel_rank": 48}, UnsupportedModelError, "rank of laurel is 48"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [1.0] * 6}, ModelFormatError, "has 1.0"),
+        ("gemma3n_text", {"vocab_size_per_layer_input": 129}, ModelFormatError, "129 tokens have"),
         ("mistral", {"sliding_window": 0}, ModelFormatError, "window is 0"),
         ("llama", {"num_key_value_heads": 3}, ModelFormatError, "multiple of"),
         ("llama", {"num_attention_heads": 0}, ModelFormatError, "heads is 0"),

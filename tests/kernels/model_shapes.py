@@ -64,6 +64,7 @@ class Shape:
     odd: Shape | None = None
     shared: int = 0  # last layers that read K and V of the last other one with the same window
     layer_width: int | None = None  # of embeddings for each layer
+    layer_tokens: int | None = None  # that have some
     streams: int | None = None
 
     @property
@@ -183,6 +184,7 @@ SHARED = {
         ),
         shared=2,
         layer_width=64,
+        layer_tokens=50,
         streams=4,
     ),
     "streams": Shape(2, 2, 64, layers=2, streams=2, parts=Parts(cutoff=-0.3)),

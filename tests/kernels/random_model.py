@@ -226,7 +226,8 @@ class Model:
         width = self.shape.layer_width
         if width is None:
             return None
-        table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
+        tokens = self.shape.layer_tokens or VOCABULARY
+        table = self._linear("layer_table", tokens * self.shape.layers, width, size=0.2)
         return LayerTable(table=table, norm=self._vector(width, around=1.0))
 
     def _laurel(self, prefix: str, rank: int | None) -> Laurel | None:

@@ -13,14 +13,12 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import (
     OTHER_MODEL,
     Attention,
-    DeltaNet,
     Latent,
     LayerConfig,
-    Mamba2,
     Mlp,
     SharedExpert,
-    ShortConv,
 )
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.kernels.experts import Routing
 from edgellm.store.precision_support import PARTS, needs_host, why_not, why_untried
 
@@ -42,6 +40,7 @@ EVERYWHERE: dict[type, set[str]] = {
     SharedExpert: {"intermediate", "routed"},
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
+        "layer_tokens",  # of a model with embeddings for each layer
         *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
     },
 }
