@@ -276,7 +276,7 @@ def test_tokens_without_embeddings_for_layers_have_those_of_the_first(tmp_path: 
     model = make("gemma3n_text", tmp_path, vocab_size_per_layer_input=90)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.layer_tokens == 90 <= max(TOKENS)
-    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=1e-4)
+    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=5e-4)
 
 
 def test_a_wrapper_that_says_nothing_has_the_head_that_is_there(tmp_path: Path) -> None:

@@ -401,6 +401,27 @@ def test_norms_of_an_mlp_beside_experts_are_all_needed(
         FusedStep(native_library, wrong, model.ropes, [v.blocks for v in model.views("int8")])
 
 
+def test_weights_around_streams_are_all_needed(native_library: ctypes.CDLL) -> None:
+    model = Model(SHARED["gemma3n"])
+    weights, pools = model.weights, [view.blocks for view in model.views("int8")]
+    layer, *others = weights.layers
+    for changes, words in (
+        ({"altup": None}, "altup is there"),
+        ({"altup": replace(layer.altup, predict=layer.altup.correct)}, "altup.predict"),
+        ({"output_scale": 0.5}, "output_scale"),
+        ({"laurel": replace(layer.laurel, right=layer.laurel.left)}, "laurel is"),
+        ({"laurel": replace(layer.laurel, post_norm=layer.mlp_norm[1:])}, "laurel.post_norm"),
+        ({"post_attention_norm": None}, "laurel beside"),
+        ({"gate_bias": np.zeros(160, np.float32)}, "a cutoff of gates"),
+    ):
+        wrong = replace(weights, layers=[replace(layer, **changes), *others])
+        with pytest.raises(ValueError, match=f"{words}.*needed"):
+            FusedStep(native_library, wrong, model.ropes, pools)
+    for streams in (replace(weights.streams, leave=layer.laurel.left), None):
+        with pytest.raises(ValueError, match="needed"):
+            FusedStep(native_library, replace(weights, streams=streams), model.ropes, pools)
+
+
 def test_projections_that_end_within_a_panel_are_refused(native_library: ctypes.CDLL) -> None:
     """The padding of a row's last panel would be written over the next row's beginning."""
     model = Model(Shape(8, 1, 12, hidden=32))
