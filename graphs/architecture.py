@@ -6,7 +6,7 @@ Tensors have the usual names of their format where an architecture does not name
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -216,14 +216,14 @@ class GGUFHeader:
         model_type: name of the architecture's file in `graphs/models/`.
         fields: keys of the file behind the architecture's name.
         vocab_size: number of rows of the embedding.
-        tensors: names of the file's tensors.
+        tensors: shapes of the file's tensors, by their names in the file.
         vector: reads a small tensor by its name in the file; None: the file has no such tensor.
     """
 
     model_type: str
     fields: Fields
     vocab_size: int
-    tensors: Collection[str]
+    tensors: Mapping[str, tuple[int, ...]]
     vector: Callable[[str], list[float] | None]
 
 

@@ -49,6 +49,8 @@ _GGUF_NAMES: Names = {
     "laurel_right": "blk.{}.laurel_r.weight",
     "laurel_norm": "blk.{}.laurel_post_norm.weight",
 }
+# Tensors with numbers of rows that no key says.
+_GGUF_TABLE, _GGUF_LAUREL = "per_layer_token_embd.weight", "blk.0.laurel_l.weight"
 _THETA, _LOCAL_THETA = 1e6, 10000.0
 _SOFTCAP = 30.0
 _PERIOD = 5
@@ -148,11 +150,15 @@ def _with_parts(config: ModelConfig, cutoffs: list[float | None], *, rank: int) 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     fields = header.fields
     fields.assume({"rope.freq_base": _THETA, "altup.num_inputs": 4})
+    fields.require("altup.correct_scale", True)
+    fields.ignore("altup.lr_multiplier")
     fields.require("altup.active_idx", 0)
     fields.require("attention.causal", True)
     count = fields.read(int, "block_count")
-    head_dim = fields.read(int, "attention.key_length")
+    # Ollama's converter has names of its own for this and the base of RoPE
+    head_dim = fields.optional(int, "attention.key_length") or fields.read(int, "head_dim")
     fields.require("attention.value_length", head_dim)
+    local = "rope.freq_base_local" if "rope.freq_base_local" in fields else "rope.freq_base_swa"
     heads, kv_heads = (fields.uniform(f"attention.head_count{x}") for x in ("", "_kv"))
     attention = partial(gemma4_text.attention_of, heads, kv_heads, head_dim)
     hidden_size = fields.read(int, "embedding_length")
@@ -164,7 +170,8 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         shared=fields.read(int, "attention.shared_kv_layers"),
         scaled=[False] * count,
     )
-    theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
+    theta = fields.positive(local, default=_LOCAL_THETA)
+    known, rank = (sum(header.tensors.get(x, ())[:1]) for x in (_GGUF_TABLE, _GGUF_LAUREL))
     config = ModelConfig(
         model_type=header.model_type,
         vocab_size=header.vocab_size,
@@ -180,15 +187,14 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
         embedding_scale=hidden_size**0.5,
         logit_softcap=fields.positive("final_logit_softcapping", default=_SOFTCAP),
         layer_embedding=fields.read(int, "embedding_length_per_layer_input"),
+        layer_tokens=known if known < header.vocab_size else None,
         streams=fields.read(int, "altup.num_inputs"),
     )
     scales = fields.entries(float, "activation_sparsity_scale", count)
     cutoffs = _usual_cutoffs(count)
     if scales is not None:
         cutoffs = [None if scale == -math.inf else scale for scale in scales]
-    # no key has the rank
-    left = header.vector("blk.0.laurel_l.weight") or []
-    return _with_parts(config, cutoffs, rank=len(left) // hidden_size)
+    return _with_parts(config, cutoffs, rank=rank)
 
 
 def _hf_fold(name: str, tensor: Tensor, fields: Fields) -> Tensor:

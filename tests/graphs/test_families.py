@@ -271,9 +271,10 @@ def test_text_models_are_found_in_models_that_see(
     np.testing.assert_allclose(computed, logits(model, TOKENS), atol=1e-4)
 
 
-def test_tokens_without_embeddings_for_layers_have_those_of_the_first(tmp_path: Path) -> None:
-    """As those of images and sound in Gemma 3n."""
-    model = make("gemma3n_text", tmp_path, vocab_size_per_layer_input=90)
+def test_gemma_3n_without_a_scale_and_with_fewer_embeddings_for_layers(tmp_path: Path) -> None:
+    """Tokens of images and sound have the first token's."""
+    fewer = {"vocab_size_per_layer_input": 90, "altup_correct_scale": False}
+    model = make("gemma3n_text", tmp_path, **fewer)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config.layer_tokens == 90 <= max(TOKENS)
     np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=5e-4)
