@@ -189,7 +189,7 @@ def _check_laurel(layer: LayerWeights, hidden: int) -> None:
     """Check what a layer adds beside attention, and that an MLP with a cutoff is a plain one."""
     if layer.cutoff is not None:
         parts = layer.routing, layer.gate_bias, layer.up_bias
-        if layer.gate is None or parts != (None,) * 3:
+        if layer.gate is None or any(part is not None for part in parts):
             raise ValueError("a cutoff of gates; needed is one MLP with a gate and without biases")
     laurel = layer.laurel
     if laurel is None:

@@ -446,32 +446,28 @@ private:
     // Experts have added their biases, each by its share.
     void complete_mlp(int r, const edgellm::Layer& layer) const {
         complete(r, layer.has_experts() ? nullptr : layer.down_bias, layer.post_mlp_norm);
+        if (has_streams()) correct(layer.altup, streams(r), model_.epsilon, b_.residual + size_t(r) * model_.hidden);
     }
 
     // What a layer still has to add when its last product is there, and the scale of all of it.
     void leave(int r, const edgellm::Layer& layer) const {
-        if (has_streams()) return leave_layer(r, layer);
-        if (layer.has_input())
-            complete(r, nullptr, {layer.input.post_norm, nullptr});
-        else
+        if (!layer.has_input())
             complete_mlp(r, layer);
+        else if (has_streams())
+            add_to_others(r, layer);
+        else
+            complete(r, nullptr, {layer.input.post_norm, nullptr});
         if (layer.output_scale == 1) return;
         float* x = b_.residual + size_t(r) * model_.hidden;
         for (int i = 0; i < model_.hidden; i += LANES) store(x + i, load(x + i) * splat(layer.output_scale));
     }
 
-    // The same with several streams; embeddings of the layer's own are added to all but the first.
-    void leave_layer(int r, const edgellm::Layer& layer) const {
+    // What the layer's own embeddings add to all streams but the first.
+    void add_to_others(int r, const edgellm::Layer& layer) const {
         const size_t hidden = model_.hidden;
-        if (!layer.has_input()) return correct_streams(r, layer);
         float* normed = static_cast<float*>(edgellm::scratch(4 * hidden));
         scaled_norm(b_.branch + r * hidden, {layer.input.post_norm, nullptr}, model_.hidden, model_.epsilon, normed);
         for (int s = 1; s < model_.streams; ++s) add_to(streams(r).of(s), normed, hidden);
-    }
-
-    void correct_streams(int r, const edgellm::Layer& layer) const {
-        complete_mlp(r, layer);
-        correct(layer.altup, streams(r), model_.epsilon, b_.residual + size_t(r) * model_.hidden);
     }
 
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
@@ -712,10 +708,7 @@ private:
         every_row(
             worker,
             [&](int r) {
-                if (has_streams())
-                    correct_streams(r, layer);
-                else
-                    complete_mlp(r, layer);
+                complete_mlp(r, layer);
                 normalize({}, r, false);
             },
             weights(input.gate));
