@@ -1,4 +1,4 @@
-"""Stacks of matrices, `[X*N, K]`: those of a layer's experts, or rows that were side by side."""
+"""Stacks of matrices, `[X*N, K]`: of experts or streams, or rows that were side by side."""
 
 from __future__ import annotations
 
