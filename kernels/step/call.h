@@ -81,12 +81,13 @@ struct Layer {
     bool has_laurel() const { return laurel.left.panels != nullptr; }
     bool cuts_off() const { return cutoff > std::numeric_limits<float>::lowest(); }
     int qkv_outputs() const { return q.outputs + 2 * k.outputs; }  // V may be K
+    int laurel_at() const { return qkv_outputs() + output_gate.outputs; }  // behind what attention has
     // What the mixer's input projections give for a row.
     int mixed_outputs() const {
         if (mixer == SHORT_CONV) return short_conv.in.outputs;
         if (mixer == MAMBA2) return mamba2.inputs();
         if (latent.there()) return q.outputs + k.outputs + v.outputs + latent.query_down.outputs;
-        return mixer == DELTA_NET ? delta_net.outputs() : qkv_outputs() + output_gate.outputs;
+        return mixer == DELTA_NET ? delta_net.outputs() : laurel_at() + laurel.left.outputs;
     }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }

@@ -40,7 +40,6 @@ struct Buffers {
             inputs = inputs || layer.has_input();
             mixed_outputs = std::max(mixed_outputs, 2 * layer.input.gate.outputs);
             intermediate = std::max({intermediate, layer.input.gate.outputs, layer.laurel.left.outputs});
-            mixed_outputs = std::max(mixed_outputs, layer.laurel.left.outputs);
             laurels = laurels || layer.has_laurel();
             if (layer.cuts_off()) cut = std::max(cut, layer.up.outputs);
         }
@@ -102,8 +101,7 @@ public:
                 if (layer.has_beside()) add_beside(worker, layer, l);
                 run_attention(worker, layer, l);
             }
-            const Changed o{&layer, &edgellm::LayerChanges::o};
-            add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
+            multiply_out(worker, layer);
             if (layer.has_experts())
                 run_experts(worker, layer, l);
             else
@@ -325,7 +323,6 @@ private:
         const edgellm::Heads& heads = places_.kinds[places_.kind_of[l]];
         const edgellm::Rows attended = mixer_out(layer);
         if (!layer.has_beside()) enter_layer(worker, l, layer.q);
-        if (layer.has_laurel()) run_laurel(worker, layer);
         const int outputs = layer.mixed_outputs();
         const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
             v{&layer, &edgellm::LayerChanges::v, 2}, gate{&layer, &edgellm::LayerChanges::q_gate, 3};
@@ -336,12 +333,15 @@ private:
         multiply(worker, {{&layer.q, b_.mixed, q},
                           {&layer.k, b_.mixed + layer.q.outputs, k},
                           {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
-                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate}},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate},
+                          {&layer.laurel.left, b_.mixed + layer.laurel_at()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float *qkv = b_.mixed + size_t(r) * outputs, *q = b_.q + size_t(r) * heads.width();
             const edgellm::Rope& rope = call_.ropes[layer.rope];
             add_biases(layer, qkv);
+            if (const int groups = layer.laurel.left.outputs / edgellm::GROUP)
+                quantize_groups(qkv + layer.laurel_at(), 0, groups, laurel_rows(layer), r, false);
             if (!layer.has_own_kv())
                 return turn_queries(rope, layer.head_norms, heads.heads, heads.head_dim, position(r), qkv, q);
             float* k = qkv + layer.q.outputs;
@@ -354,16 +354,9 @@ private:
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
     }
 
-    // The product that a layer adds beside attention, of the same rows.
-    void run_laurel(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        const edgellm::Laurel& laurel = layer.laurel;
-        const int rank = laurel.left.outputs;
-        const edgellm::Rows inner = edgellm::Rows::in(b_.activated, rows_, rank);
-        multiply(worker, {{&laurel.left, b_.mixed}}, b_.x, rank, false);
-        every_row(worker, [&](int r) {
-            quantize_groups(b_.mixed + size_t(r) * rank, 0, rank / edgellm::GROUP, inner, r, false);
-        });
-        multiply(worker, {{&laurel.right, b_.laurel}}, inner, model_.hidden, false);
+    // The rows between the two products that a layer adds beside attention.
+    edgellm::Rows laurel_rows(const edgellm::Layer& layer) const {
+        return edgellm::Rows::in(b_.activated, rows_, layer.laurel.left.outputs);
     }
 
     // The residual behind attention, and behind what a layer adds beside it.
@@ -428,6 +421,16 @@ private:
             multiply(worker, {{&linear, b_.branch, changed}}, x, model_.hidden, false);
         else
             multiply(worker, {{&linear, b_.residual, changed}}, x, model_.hidden, true);
+    }
+
+    // The output projection of a layer's mixer, and the second product of what it adds beside attention.
+    void multiply_out(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        const Changed o{&layer, &edgellm::LayerChanges::o};
+        if (!layer.has_laurel()) return add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
+        const edgellm::Rows beside = laurel_rows(layer);
+        b_.adapters.shrink(worker, {o}, layer.o.inputs);
+        multiply(worker, {{&layer.o, b_.branch, o}, {&layer.laurel.right, b_.laurel, {}, &beside}}, mixer_out(layer),
+                 model_.hidden, false);
     }
 
     void complete(int r, const float* bias, const edgellm::Norm& post) const {
