@@ -24,7 +24,7 @@ MAMBAS = (
     *("falcon_h1", "falcon_h1_normed"),
 )
 WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
-SHARING = ("gemma4_text", "gemma4_unified")
+SHARING = ("gemma3n_text", "gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*SPECIAL_EXPERTS, *WITH_STATES, *SHARING)
 # Families of which the median token is judged.
 UNSTEADY = (*PLAIN_EXPERTS, *SPECIAL_EXPERTS, *DELTA_NETS)
