@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, SEALED, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import sealed_end
 
@@ -52,16 +52,14 @@ def block_ids(table: BlockTable, blocks: int, *, start: int, tokens: int) -> NDA
     return ids
 
 
-def sealed_ids(table: BlockTable, blocks: KVBlocks, *, tokens: int) -> NDArray[np.int64]:
+def sealed_ids(table: BlockTable, blocks: SealedBlocks, *, tokens: int) -> NDArray[np.int64]:
     """Return a table of sealed blocks as an array, after a check that it covers those of `tokens`
-    tokens. Formats that seal none need none.
+    tokens.
 
     Raises:
         ValueError: the pool has no such block, or the table is too short.
     """
-    if blocks.format not in SEALED:
-        return np.empty(0, np.int64)
-    ids = indices(table, 0 if blocks.sealed is None else blocks.sealed.count, "sealed block id")
+    ids = indices(table, blocks.count, "sealed block id")
     needed = sealed_end(tokens)
     if needed > max(1, len(ids)):
         raise ValueError(f"a table of {len(ids)} sealed blocks; needed are those before {needed}")

@@ -157,6 +157,20 @@ class KV(ctypes.Structure):
             sealed_pool,
         )
 
+    @classmethod
+    def of_pools(cls, pools: Sequence[object]) -> ctypes.Array[KV]:
+        """Point at the arrays of a step's pools, without tables; empty ones of other kinds."""
+        none = np.empty(0, np.int64)
+        numbers = {id(pool): number for number, pool in enumerate(pools)}
+        return (cls * len(pools))(
+            *(
+                cls.of(pool, none, none, sealed_pool=numbers.get(id(pool.sealed), 0))
+                if isinstance(pool, KVBlocks)
+                else cls()
+                for pool in pools
+            )
+        )
+
 
 class Rope(ctypes.Structure):
     """RoPE table; the fields are those of cpu/kv_blocks.h, in their order."""

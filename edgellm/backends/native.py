@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows, Span, cut, reserved, softcapped, step_span
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.parts import Parts
+from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
@@ -186,7 +186,8 @@ class NativeModel:
             return None
         residual, ends = first[0], np.cumsum(lengths)
         entering = [np.arange(end - n, end) for end, n in zip(ends, asked, strict=True)]
-        rows, hidden = np.concatenate(entering), np.zeros_like(residual)
+        rows = np.concatenate(entering)
+        hidden = np.zeros((len(residual), self._weights.embedding.inputs), np.float32)
         if not len(rows):
             return hidden, first[1]
         rest = [

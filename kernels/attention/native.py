@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, floats, sealed_ids
-from edgellm.kernels.kv_blocks import BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
 
@@ -58,9 +58,14 @@ def attend(
     of_heads = None if sinks is None else floats(sinks, (heads,), "sinks")
     queries = floats(q, (tokens, heads, blocks.head_dim + blocks.latent), "q")
     ids = block_ids(table, blocks.count, start=start, tokens=tokens)
+    into = None
+    if blocks.sealed is not None:
+        into = sealed_ids(sealed, blocks.sealed, tokens=start + tokens)
+    elif blocks.format in SEALED:
+        raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
-        KV.of(blocks, ids, sealed_ids(sealed, blocks, tokens=start + tokens)),
+        KV.of(blocks, ids, into),
         address(queries),
         heads,
         tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from edgellm.kernels.checks import block_ids, sealed_ids
-from edgellm.kernels.kv_blocks import BLOCK, SEALED, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
 from edgellm.kernels.native import KV
 
 
@@ -38,11 +38,11 @@ def seal(
     """
     if not 0 <= layer < blocks.layers or numbers.step != 1 or numbers.start < 0:
         raise ValueError(f"blocks {numbers} of layer {layer}; there are {blocks.layers} layers")
-    if blocks.format not in SEALED:
+    if blocks.sealed is None:
         raise ValueError(f"{blocks.format} seals no blocks")
     if not numbers:
         return
     ids = block_ids(table, blocks.count, start=numbers.start * BLOCK, tokens=len(numbers) * BLOCK)
-    into = sealed_ids(sealed, blocks, tokens=(numbers.stop + 1) * BLOCK + 1)
+    into = sealed_ids(sealed, blocks.sealed, tokens=(numbers.stop + 1) * BLOCK + 1)
     call = _Call(KV.of(blocks, ids, into), layer, numbers.start, numbers.stop, threads)
     library.edgellm_seal(ctypes.byref(call))

@@ -24,7 +24,7 @@ from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import DeltaNet
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
