@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -60,6 +60,8 @@ class ModelConfig:
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
+        settings: settings of the model's own folder that its weights have been multiplied by, which
+            are not to be seen in them; without them no adapter in a folder can be multiplied.
         backbone: width of the hidden states of another model, for which this one drafts: it reads
             these, that model's embeddings, and its K and V. None: it is a model by itself.
     """
@@ -77,6 +79,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     layer_embedding: int | None = None
     backbone: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)

@@ -1,6 +1,7 @@
 // The entry points of the kernels that a step is made of, and of the step. They are one file because
 // apart from each other they would all be compiled twice, for every instruction set.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cfloat>
 #include <cmath>

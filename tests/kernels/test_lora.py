@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_shapes import EXPERTS, PARTS, SHAPES, UNEVEN, Parts, Shape
+from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, UNEVEN, Parts, Shape
 from random_model import Model, span_of
 
 from edgellm.kernels.kv_blocks import KVBlocks, allocate
@@ -25,7 +26,18 @@ LAYERS = {
     "uneven heads": UNEVEN["heads"],
     "experts": EXPERTS["every second layer"],
     "output gate": Shape(4, 2, 32, layers=2, parts=Parts(qk_norm="head", output_gate=True)),
+    "latents": LATENTS["latents"],
+    "a shared expert": EXPERTS["sigmoid and a shared expert"],
+    "an MLP beside experts": EXPERTS["an MLP beside experts"],
+    "short_conv": HYBRIDS["short_conv"],
+    "mamba2": HYBRIDS["mamba2 with groups"],
+    "mamba2 beside": HYBRIDS["mamba2 beside attention"],
+    "delta_net": HYBRIDS["delta_net"],
 }
+
+
+# Each head has an A of its own in the first one, and a B in the second.
+HEADS = ("key_up", "value_up")
 
 
 def changes_of(
@@ -40,10 +52,33 @@ def changes_of(
         if part not in parts or (of_experts and part in ("gate", "up", "down")):
             continue
         outputs, inputs = matrix.shape
-        a = rng.standard_normal((rank, inputs)).astype("f4") / np.sqrt(inputs).astype("f4")
-        b = rng.standard_normal((outputs, rank)).astype("f4")
+        shapes = (rank, inputs), (outputs, rank)
+        if part in HEADS:
+            heads = model.weights.layers[index].heads
+            shapes = (rank, inputs), (outputs // heads, rank)
+            shapes = tuple(
+                (heads, *x) if i == HEADS.index(part) else x for i, x in enumerate(shapes)
+            )
+        a = rng.standard_normal(shapes[0]).astype("f4") / np.sqrt(inputs).astype("f4")
+        b = rng.standard_normal(shapes[1]).astype("f4")
         changes[name] = LowRank(a, size * 3 * b / np.sqrt(rank).astype("f4"))
     return changes
+
+
+# Shapes that have all linear layers that an adapter may change.
+ONE_BY_ONE = {
+    "output gate": Shape(4, 2, 32, layers=2, parts=Parts(output_gate=True)),
+    "latents": LATENTS["latents"],
+    "a shared expert": EXPERTS["a shared expert by its share"],
+    "short_conv": HYBRIDS["short_conv"],
+    "mamba2 beside": replace(HYBRIDS["mamba2 beside attention"], layers=1),
+    "delta_net": HYBRIDS["delta_net"],
+}
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return Model(ONE_BY_ONE[name])
 
 
 def packed(model: Model, changes: dict[str, LowRank]) -> AdapterWeights:
@@ -88,7 +123,9 @@ def reference_of(name: str, rank: int) -> tuple[Model, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"), list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5, 12), strict=True)), ids=str
+    ("name", "rank"),
+    list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5, 12, 9, 4, 2, 8, 7, 16, 6), strict=True)),
+    ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
 def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> None:
@@ -107,9 +144,13 @@ def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> N
 
 def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes.CDLL) -> None:
     """One at a time, so that none stands in for another."""
-    model = Model(Shape(4, 2, 32, layers=2, parts=Parts(output_gate=True)))
-    for part in CHANGED:
+    seen = set()
+    for name, part in itertools.product(ONE_BY_ONE, CHANGED):
+        model = model_of(name)
         changes = changes_of(model, 4, parts=(part,), size=1.0)
+        if not changes:
+            continue
+        seen.add(part)
         expected, _ = reference.forward(
             model.weights,
             model.floats,
@@ -121,7 +162,8 @@ def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes
         states, _ = run(native_library, model, packed(model, changes), [9])
         plain, _ = run(native_library, model, None, [9])
         near, far = (np.abs(found - expected).mean() for found in (states, plain))
-        assert near < 0.1 * far, part
+        assert near < 0.1 * far, (name, part)
+    assert seen == {*CHANGED}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +299,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     def change(rank: int, of_b: int, outputs: int, inputs: int) -> LowRank:
         return LowRank(np.ones((rank, inputs), "f4"), np.ones((outputs, of_b), "f4"))
 
-    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 24, 64)):
+    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 32, 48)):
         with pytest.raises(ValueError, match="needed are one rank"):
             pack_adapter([{"q": wrong}])
     with pytest.raises(ValueError, match="an adapter of router"):
