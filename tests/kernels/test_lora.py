@@ -10,12 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, UNEVEN, Parts, Shape
-from random_model import Model, span_of
+from random_model import Model, View, span_of
 
-from edgellm.kernels.kv_blocks import KVBlocks, allocate
 from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter
 from edgellm.kernels.lora.weights import rounded
-from edgellm.kernels.step import StepSpan, reference
+from edgellm.kernels.step import reference
 
 LAYERS = {
     "grouped queries": SHAPES[0],
@@ -180,58 +179,48 @@ def test_cuts_and_threads_make_no_difference(compiled: ctypes.CDLL, name: str, f
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "everything", "experts"])
+@pytest.mark.parametrize("name", [*LAYERS])
 @pytest.mark.usefixtures("poisoned")
 def test_rows_of_several_adapters_are_as_alone(compiled: ctypes.CDLL, name: str) -> None:
     """Also rows of none, which have the bits of a step without adapters."""
     model = Model(LAYERS[name])
+    same = packed(model, changes_of(model, 16))
     adapters = [
-        packed(model, changes_of(model, 16)),
+        same,
+        same,
         None,
-        packed(model, changes_of(model, 3, parts=("q", "v"))),
-        packed(model, changes_of(model, 40, parts=("o", "down", "up"))),
+        packed(model, changes_of(model, 3, parts=("q", "v", "conv_in", "delta_z", "value_up"))),
+        packed(model, changes_of(model, 40, parts=("o", "up", "shared_down", "mamba_o", "k"))),
         None,
     ]
-    counts = (1, 7, 30, 1, 2)
+    counts = (1, 1, 7, 30, 1, 2)
 
-    def pools() -> list[KVBlocks]:
-        return [
-            allocate(
-                format="int8",
-                blocks=len(counts),
-                layers=[layer.pool for layer in model.weights.layers].count(pool),
-                kv_heads=model.weights.layers[0].kv_heads,
-                head_dim=model.weights.layers[0].head_dim,
+    def step(chosen: list[int], threads: int, *, plain: bool = False) -> list[np.ndarray]:
+        pools = model.pools("int8", blocks=len(counts))
+        spans = [
+            replace(
+                span_of(
+                    [View(blocks, [i]) for blocks in pools],
+                    model.tokens[9 * i : 9 * i + counts[i]],
+                    0,
+                    logit_rows=1,
+                ),
+                adapter=None if plain else adapters[i],
             )
-            for pool in range(1 + max(layer.pool for layer in model.weights.layers))
+            for i in chosen
         ]
-
-    spans = [
-        StepSpan(
-            tables=[[i]] * (1 + max(layer.pool for layer in model.weights.layers)),
-            tokens=model.tokens[9 * i : 9 * i + count],
-            start=0,
-            logit_rows=1,
-            adapter=adapter,
-        )
-        for i, (count, adapter) in enumerate(zip(counts, adapters, strict=True))
-    ]
-
-    def step(spans: list[StepSpan], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        made = pools()
-        built = model.step(compiled, [_View(blocks) for blocks in made])  # type: ignore[list-item]
+        built = model.step(compiled, [View(blocks, []) for blocks in pools])
         found = built.run(spans, threads=threads)
         assert found is not None
-        return found
+        return list(found)
 
-    together = step(spans, 3)
-    alone = [step([span], 1) for span in spans]
+    every = range(len(counts))
+    together, alone = step([*every], 3), [step([i], 1) for i in every]
     for ours, theirs in zip(together, zip(*alone, strict=True), strict=True):
         np.testing.assert_array_equal(ours, np.concatenate(theirs))
-    plain = [step([replace(span, adapter=None)], 1) for span in spans]
-    for span, with_it, without in zip(spans, alone, plain, strict=True):
-        same = np.array_equal(with_it[1], without[1])
-        assert same == (span.adapter is None)
+    for i, with_it in enumerate(alone):
+        without = step([i], 1, plain=True)
+        assert np.array_equal(with_it[1], without[1]) == (adapters[i] is None)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -259,11 +248,6 @@ def test_rows_before_an_adapter_begins_are_the_models(compiled: ctypes.CDLL) -> 
             for ours, theirs in zip(step(cuts, threads), expected, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(step([(0, 30, 30)], 1)[1], expected[1])
-
-
-class _View:
-    def __init__(self, blocks: KVBlocks) -> None:
-        self.blocks = blocks
 
 
 def test_an_adapter_of_another_model_is_refused(native_library: ctypes.CDLL) -> None:
