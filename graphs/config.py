@@ -212,6 +212,8 @@ class ModelConfig:
         for name in ("layer_embedding", "backbone"):
             if values[name] is None:
                 del values[name]
+        if not self.settings:
+            del values["settings"]
         return values
 
     @classmethod

@@ -12,6 +12,8 @@ inline Pairs load_pairs(const uint32_t* p) {
     return {(Vec)(words << 16), (Vec)(words & splat_int(static_cast<int32_t>(0xffff0000)))};
 }
 
+constexpr int AHEAD = 512;  // words that are fetched before they are needed
+
 // RANKS rows of A, from `a`, times ROWS rows of x: sums [ROWS][RANKS].
 template <int ROWS>
 inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t step, float* sums, size_t sums_step) {
@@ -20,7 +22,8 @@ inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t st
     for (int i = 0; i < inputs; i += edgellm::GROUP)
         for (int j = i; j < i + edgellm::GROUP / 2; j += LANES)
             unrolled<RANKS>([&](int k) {
-                const Pairs pairs = load_pairs(a + size_t(k) * (inputs / 2) + i / 2 + (j - i));
+                __builtin_prefetch(a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + AHEAD);
+                const Pairs pairs = load_pairs(a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + (j - i));
                 unrolled<ROWS>([&](int r) {
                     Vec& total = sum[r * RANKS + k];
                     total = fused(pairs.low, load(x + r * step + j), total);
@@ -140,9 +143,11 @@ public:
     // y += B (A x) for panels first .. end of a linear layer, or of one head's part of it; y has those of all rows.
     void expand(const Changed& changed, int head, int first, int end, float* y, size_t row_step) const {
         if (!any() || !changed.layer) return;
-        for (const Run& run : runs_) {
+        for (size_t i = 0; i < runs_.size(); ++i) {
+            const Run &run = runs_[i], &next = runs_[std::min(i + 1, runs_.size() - 1)];
             const edgellm::LowRank& change = change_of(run, changed.layer, changed.part);
             for (int panel = first; change.rank > 0 && panel < end; ++panel) {
+                fetch(change_of(next, changed.layer, changed.part), head, panel);
                 const uint32_t* b = panel_of(change, head, panel);
                 float* out = y + run.row * row_step + size_t(panel - first) * edgellm::PANEL;
                 of_rows(run.rows, [&](auto rows) {
@@ -152,7 +157,19 @@ public:
         }
     }
 
+    // Bring what the first rows of a linear layer need into the cache.
+    void fetch(const Changed& changed, int head, int first, int end) const {
+        if (!any() || !changed.layer) return;
+        for (int panel = first; panel < end; ++panel)
+            fetch(change_of(runs_[0], changed.layer, changed.part), head, panel);
+    }
+
 private:
+    static void fetch(const edgellm::LowRank& change, int head, int panel) {
+        const uint32_t* b = panel_of(change, head, panel);
+        for (int k = 0; k < change.rank; k += 2) __builtin_prefetch(b + size_t(k / 2) * edgellm::PANEL);
+    }
+
     static constexpr int ROWS = 4;  // computed together
 
     // Rows with the same adapter, one behind the other.
@@ -212,6 +229,7 @@ private:
 // y (+)= x . panels first .. end of a linear layer, or of one head's part of it, with what adapters add.
 inline void multiply_changed(const edgellm::Linear& linear, const Changed& changed, const Adapters& adapters, int first,
                              int end, const edgellm::Rows& x, int rows, float* y, size_t step, bool add, int head = 0) {
+    adapters.fetch(changed, head, first, end);
     multiply_panels(linear, first, end, x, rows, y, step, add);
     adapters.expand(changed, head, first, end, y, step);
 }

@@ -3,7 +3,7 @@
 A 32-bit word has one number in its low half and one in its high half, so that a vector of words is
 two vectors of floats after a shift or a mask.
 
-    A  [rank, inputs / 32, 16]: numbers i and i + 16 of each 32 inputs
+    A  [rank / 4, inputs / 32, 4, 16]: numbers i and i + 16 of each 32 inputs, of 4 ranks in turn
     B  [outputs / 16, rank / 2, 16]: ranks 2 k and 2 k + 1 of each of 16 outputs
 
 Ranks are padded with zeros to a multiple of 4, and outputs to whole panels. Of a linear layer whose
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ CHANGED = (
     *("shared_gate", "shared_up", "shared_down"),
 )
 _RANKS, _BY_HEADS = 4, 3
+_LINE = 16  # words of a cache line
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class PackedChange:
     @property
     def steps(self) -> tuple[int, int]:
         """Words from one head's A, and B, to those of the next; 0 where all heads have the same."""
-        a, b = (x[0].size if x.ndim > _BY_HEADS else 0 for x in (self.a, self.b))
+        a, b = (x[0].size if x.ndim > plain else 0 for x, plain in ((self.a, 4), (self.b, 3)))
         return a, b
 
 
@@ -118,7 +119,30 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
             digest.update(f"{index}.{name} {change.a.shape} {change.b.shape}\n".encode())
             digest.update(change.a.tobytes())
             digest.update(change.b.tobytes())
-    return AdapterWeights(packed, digest.hexdigest())
+    return AdapterWeights(_side_by_side(packed), digest.hexdigest())
+
+
+def _side_by_side(layers: Sequence[Mapping[str, PackedChange]]) -> list[dict[str, PackedChange]]:
+    """Return changes whose matrices lie in one piece of memory, in the order of computation.
+
+    Each begins with a cache line.
+    """
+    every = [change for layer in layers for change in layer.values()]
+    memory = np.empty(sum(x.a.size + x.b.size for x in every) + _LINE, np.uint32)
+    first = -(memory.ctypes.data // memory.itemsize) % _LINE
+
+    def moved(array: Words) -> Words:
+        nonlocal first
+        view = memory[first : first + array.size].reshape(array.shape)
+        view[...] = array
+        first += array.size
+        return view
+
+    def layer_moved(layer: Mapping[str, PackedChange]) -> dict[str, PackedChange]:
+        a, b = ({name: moved(getattr(x, part)) for name, x in layer.items()} for part in "ab")
+        return {name: replace(each, a=a[name], b=b[name]) for name, each in layer.items()}
+
+    return [layer_moved(layer) for layer in layers]
 
 
 def packed_bytes(a: tuple[int, ...], b: tuple[int, ...]) -> int:
@@ -144,7 +168,8 @@ def _packed(name: str, change: LowRank) -> PackedChange:
     a = np.zeros((*change.a.shape[:-2], padded, inputs), np.uint16)
     b = np.zeros((*change.b.shape[:-2], panels * PANEL, padded), np.uint16)
     a[..., :rank, :], b[..., :outputs, :rank] = _halves(change.a), _halves(change.b)
-    groups = a.reshape(*a.shape[:-1], inputs // GROUP, 2, GROUP // 2)
+    blocks = a.reshape(*a.shape[:-2], padded // _RANKS, _RANKS, inputs // GROUP, 2, GROUP // 2)
+    groups = blocks.swapaxes(-4, -3)
     lanes = b.reshape(*b.shape[:-2], panels, PANEL, padded // 2, 2).swapaxes(-3, -2)
     return PackedChange(
         _words(groups[..., 0, :], groups[..., 1, :]),
