@@ -34,19 +34,29 @@ inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t st
         for (int k = 0; k < RANKS; ++k) sums[r * sums_step + k] = sum_of(sum[r * RANKS + k]);
 }
 
-// y += B sums for one panel of outputs of ROWS rows.
-template <int ROWS>
+// y += B sums for PANELS panels of outputs of ROWS rows.
+template <int ROWS, int PANELS>
 inline void expand_rows(const uint32_t* b, int rank, const float* sums, size_t sums_step, float* y, size_t step) {
+    const size_t panel = size_t(rank / 2) * edgellm::PANEL;
     for (int j = 0; j < edgellm::PANEL; j += LANES) {
-        Vec low[ROWS] = {}, high[ROWS] = {};
+        Vec low[ROWS * PANELS] = {}, high[ROWS * PANELS] = {};
         for (int k = 0; k < rank; k += 2) {
-            const Pairs pairs = load_pairs(b + size_t(k / 2) * edgellm::PANEL + j);
+            Pairs pairs[PANELS];
+            unrolled<PANELS>([&](int p) { pairs[p] = load_pairs(b + p * panel + size_t(k / 2) * edgellm::PANEL + j); });
             unrolled<ROWS>([&](int r) {
-                low[r] = fused(pairs.low, splat(sums[r * sums_step + k]), low[r]);
-                high[r] = fused(pairs.high, splat(sums[r * sums_step + k + 1]), high[r]);
+                const Vec even = splat(sums[r * sums_step + k]), odd = splat(sums[r * sums_step + k + 1]);
+                unrolled<PANELS>([&](int p) {
+                    low[r * PANELS + p] = fused(pairs[p].low, even, low[r * PANELS + p]);
+                    high[r * PANELS + p] = fused(pairs[p].high, odd, high[r * PANELS + p]);
+                });
             });
         }
-        unrolled<ROWS>([&](int r) { store(y + r * step + j, load(y + r * step + j) + (low[r] + high[r])); });
+        unrolled<ROWS>([&](int r) {
+            unrolled<PANELS>([&](int p) {
+                float* out = y + r * step + size_t(p) * edgellm::PANEL + j;
+                store(out, load(out) + (low[r * PANELS + p] + high[r * PANELS + p]));
+            });
+        });
     }
 }
 
@@ -143,33 +153,38 @@ public:
     // y += B (A x) for panels first .. end of a linear layer, or of one head's part of it; y has those of all rows.
     void expand(const Changed& changed, int head, int first, int end, float* y, size_t row_step) const {
         if (!any() || !changed.layer) return;
-        for (size_t i = 0; i < runs_.size(); ++i) {
-            const Run &run = runs_[i], &next = runs_[std::min(i + 1, runs_.size() - 1)];
+        for (const Run& run : runs_) {
             const edgellm::LowRank& change = change_of(run, changed.layer, changed.part);
-            for (int panel = first; change.rank > 0 && panel < end; ++panel) {
-                fetch(change_of(next, changed.layer, changed.part), head, panel);
-                const uint32_t* b = panel_of(change, head, panel);
-                float* out = y + run.row * row_step + size_t(panel - first) * edgellm::PANEL;
-                of_rows(run.rows, [&](auto rows) {
-                    expand_rows<rows()>(b, change.rank, sums(run.row, changed.place + head), step(), out, row_step);
-                });
-            }
+            const float* all = sums(run.row, changed.place + head);
+            float* out = y + run.row * row_step;
+            int panel = change.rank > 0 ? first : end;
+            of_rows(run.rows, [&](auto rows) {
+                const auto some = [&](auto panels) {
+                    if constexpr (rows() * panels() <= ROWS)
+                        for (; panel + panels() <= end; panel += panels())
+                            expand_rows<rows(), panels()>(panel_of(change, head, panel), change.rank, all, step(),
+                                                          out + size_t(panel - first) * edgellm::PANEL, row_step);
+                };
+                some(std::integral_constant<int, 4>{});
+                some(std::integral_constant<int, 2>{});
+                some(std::integral_constant<int, 1>{});
+            });
         }
     }
 
-    // Bring what the first rows of a linear layer need into the cache.
-    void fetch(const Changed& changed, int head, int first, int end) const {
-        if (!any() || !changed.layer) return;
-        for (int panel = first; panel < end; ++panel)
-            fetch(change_of(runs_[0], changed.layer, changed.part), head, panel);
+    // The B of panels first .. end, of the first adapters; returns how many pieces these are.
+    int pieces(const Changed& changed, int head, int first, int end, Later::Piece* out) const {
+        int count = 0;
+        if (!any() || !changed.layer) return count;
+        for (const Run& run : runs_) {
+            const edgellm::LowRank& change = change_of(run, changed.layer, changed.part);
+            if (change.rank > 0 && count < Later::MOST)
+                out[count++] = {panel_of(change, head, first), panel_of(change, head, end)};
+        }
+        return count;
     }
 
 private:
-    static void fetch(const edgellm::LowRank& change, int head, int panel) {
-        const uint32_t* b = panel_of(change, head, panel);
-        for (int k = 0; k < change.rank; k += 2) __builtin_prefetch(b + size_t(k / 2) * edgellm::PANEL);
-    }
-
     static constexpr int ROWS = 4;  // computed together
 
     // Rows with the same adapter, one behind the other.
@@ -229,7 +244,9 @@ private:
 // y (+)= x . panels first .. end of a linear layer, or of one head's part of it, with what adapters add.
 inline void multiply_changed(const edgellm::Linear& linear, const Changed& changed, const Adapters& adapters, int first,
                              int end, const edgellm::Rows& x, int rows, float* y, size_t step, bool add, int head = 0) {
-    adapters.fetch(changed, head, first, end);
-    multiply_panels(linear, first, end, x, rows, y, step, add);
+    Later::Piece pieces[Later::MOST];
+    Later later{pieces, adapters.pieces(changed, head, first, end, pieces)};
+    later.share_out((end - first) * (linear.inputs / edgellm::GROUP));
+    multiply_panels(linear, first, end, x, rows, y, step, add, &later);
     adapters.expand(changed, head, first, end, y, step);
 }
