@@ -12,7 +12,7 @@ inline Pairs load_pairs(const uint32_t* p) {
     return {(Vec)(words << 16), (Vec)(words & splat_int(static_cast<int32_t>(0xffff0000)))};
 }
 
-constexpr int AHEAD = 512;  // words that are fetched before they are needed
+constexpr int AHEAD = 1024;  // words that are fetched before they are needed
 
 // RANKS rows of A, from `a`, times ROWS rows of x: sums [ROWS][RANKS].
 template <int ROWS>
@@ -22,8 +22,9 @@ inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t st
     for (int i = 0; i < inputs; i += edgellm::GROUP)
         for (int j = i; j < i + edgellm::GROUP / 2; j += LANES)
             unrolled<RANKS>([&](int k) {
-                __builtin_prefetch(a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + AHEAD);
-                const Pairs pairs = load_pairs(a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + (j - i));
+                const uint32_t* here = a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + (j - i);
+                __builtin_prefetch(here + AHEAD, 0, 2);
+                const Pairs pairs = load_pairs(here);
                 unrolled<ROWS>([&](int r) {
                     Vec& total = sum[r * RANKS + k];
                     total = fused(pairs.low, load(x + r * step + j), total);
