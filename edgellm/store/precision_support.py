@@ -12,7 +12,8 @@ from pathlib import Path
 
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mamba2
+from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.state_mixers import Mamba2
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.manifest import Manifest
@@ -76,6 +77,9 @@ PARTS = (
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
     Part("scaled layers", _layer(lambda x: x.scaled), _ALL),
+    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
     Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _ALL),
     Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
     Part(

@@ -18,8 +18,9 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, DeltaNet, LayerConfig, Mixer
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import TensorSpec, layer_tensors
 from edgellm.graphs.translation import Translation

@@ -77,6 +77,7 @@ struct Readers {
     std::array<ChangedPart, 5> parts{};
     int first = 0, heads = 1;  // the place of the first one
 
+    int count() const { return static_cast<int>(std::find(parts.begin(), parts.end(), nullptr) - parts.begin()); }
     Changed of(ChangedPart part) const {
         const auto found = std::find(parts.begin(), parts.end(), part);
         if (!layer || found == parts.end()) return {};
@@ -130,7 +131,7 @@ public:
     void shrink(int first, int end, const Readers& readers) const {
         if (!any() || !readers.layer) return;
         each_run(first, end, [&](const Run& run) {
-            for (int p = 0; p < static_cast<int>(readers.parts.size()) && readers.parts[p]; ++p)
+            for (int p = 0; p < readers.count(); ++p)
                 for (int head = 0; head < readers.heads; ++head)
                     shrink_run(run, readers, p, head, 0, change_of(run, readers.layer, readers.parts[p]).rank);
         });
@@ -139,8 +140,7 @@ public:
     // The same of all rows, as a phase of its own: for rows that are made some numbers at a time.
     void shrink(edgellm::Worker& worker, const Readers& readers) const {
         if (!any()) return;
-        const int parts = static_cast<int>(std::find(readers.parts.begin(), readers.parts.end(), nullptr) - readers.parts.begin());
-        const int all = rank_ / edgellm::RANKS;
+        const int parts = readers.count(), all = rank_ / edgellm::RANKS;
         // few rows are shared out by ranks as well
         const int some = static_cast<int>(runs_.size()) * parts >= 8 * threads_ ? all : 1, blocks = all / some;
         worker.each(static_cast<int>(runs_.size()) * parts * blocks, [&](int item) {

@@ -75,8 +75,7 @@ def test_like_the_cpu(bundle: Bundle, format: str) -> None:
 
 
 def test_whole_chunks_and_a_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("edgellm.kernels.step.gpu", "edgellm.backends.triton_model"):
-        monkeypatch.setattr(f"{module}.MAX_ROWS", 8)
+    monkeypatch.setattr("edgellm.kernels.step.gpu.MAX_ROWS", 8)
     tokens = TOKENS[:19]
     found = []
     for prefill in ("triton", CPU):
