@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -64,6 +64,8 @@ class ModelConfig:
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
         layer_tokens: number of first tokens that have them; all others have those of token 0. None:
             all tokens have them.
+        settings: settings of the model's own folder that its weights have been multiplied by, which
+            are not to be seen in them; without them no adapter in a folder can be multiplied.
         backbone: width of the hidden states of another model, for which this one drafts: it reads
             these, that model's embeddings, and its K and V. None: it is a model by itself.
         streams: number of residual streams; a layer computes the first and predicts the others
@@ -86,6 +88,7 @@ class ModelConfig:
     layer_tokens: int | None = None
     backbone: int | None = None
     streams: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -238,6 +241,8 @@ class ModelConfig:
         for name in ("layer_embedding", "layer_tokens", "backbone", "streams"):
             if values[name] is None:
                 del values[name]
+        if not self.settings:
+            del values["settings"]
         return values
 
     @classmethod

@@ -7,7 +7,7 @@ Its tensors have a list of their own beside the model's:
 A row of its layer is made of the embedding of a token and of the model's hidden state, behind the
 final norm, at the token before: each goes through its norm, and `combine` takes both, the embedding
 first. The head's own final norm and the model's LM head come behind the layer (arXiv:2412.19437,
-section 2.2; Qwen3.5 has one such head).
+section 2.2; Qwen3.5 and Qwen3-Next have one such head).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from edgellm.backends.registry import AUTO, NATIVE
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.lora import changes_of, open_adapter
-from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter, packed_bytes
+from edgellm.graphs.lora import changes_of, open_adapter, pack_changes
+from edgellm.kernels.lora import AdapterWeights, LowRank, packed_bytes
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import KeyBasis, of_rows, open_key_basis
@@ -160,7 +160,7 @@ def _read(bundle: Bundle, path: Path, *, scale: float) -> tuple[AdapterWeights, 
         )
     basis = open_key_basis(bundle.path, bundle.manifest.keys, config)
     layers = changes_of(stored, config)
-    packed = pack_adapter(
+    packed = pack_changes(
         [
             {
                 name: _in_basis(change, basis, config, index, name, scale=scale)
@@ -177,7 +177,8 @@ def _in_basis(
 ) -> LowRank:
     """Return a change in the key basis of a bundle, as `EqualizedCheckpoint` has its weights."""
     b = np.float32(scale) * change.b
-    if name in ("q", "k") and config.layers[layer].attention.qk_norm == "none":
+    attends = name in ("q", "k") and config.layers[layer].attention.latent is None
+    if attends and config.layers[layer].attention.qk_norm == "none":
         attention = config.layers[layer].attention
         heads = attention.heads if name == "q" else attention.kv_heads
         exponents = of_rows(basis.exponents[layer], attention, heads=heads).astype(np.int32)

@@ -87,6 +87,7 @@ class Context:
         self.sequence = engine.cache.sequence(root=self._root_of(adapter, NEVER))
         self._swapped: _Swapped | None = None
         self._busy: object | None = None  # the answer that needs the blocks
+        self._seen = False  # whether the engine's thread may take the blocks
 
     @property
     def salt(self) -> str:
@@ -121,7 +122,7 @@ class Context:
         root = self._root_of(adapter, start)
         if root == self.sequence.root:
             self.adapter = adapter  # perhaps under another name
-        elif len(self.sequence) or self._swapped is not None:
+        elif self._seen:
             self.engine.thread.call(partial(self._adapt, adapter, root))
         else:
             self._adapt(adapter, root)
@@ -389,13 +390,13 @@ class Context:
 
     def wake(self, answer: object) -> None:
         """Keep the blocks for an answer that begins, until it calls `rest`."""
-        self._busy = answer
+        self._busy, self._seen = answer, True
         self.engine.cache.wake(self)
 
     def rest(self, answer: object = None) -> None:
         """Let others have the blocks, if no answer but this one needs them."""
         if self._busy in (None, answer):
-            self._busy = None
+            self._busy, self._seen = None, True
             self.engine.cache.rest(self)
 
     @property

@@ -15,10 +15,10 @@ from edgellm.errors import SourceError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.gguf_file import parts_of
-from edgellm.graphs.lora import changes_of, open_adapter
+from edgellm.graphs.lora import changes_of, open_adapter, pack_changes
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.graphs.tensor import Tensor
-from edgellm.kernels.lora import LowRank, pack_adapter
+from edgellm.kernels.lora import LowRank
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
 from edgellm.store.sources import resolve
@@ -114,7 +114,7 @@ class MergedCheckpoint:
                 {name: replace(c, b=np.float32(scale) * c.b) for name, c in changes.items()}
                 for changes in changes_of(stored, self.config)
             ]
-            digest.update(pack_adapter(layers).digest.encode())
+            digest.update(pack_changes(layers).digest.encode())
             for index, changes in enumerate(layers):
                 for name, change in changes.items():
                     self._changes.setdefault(f"layers.{index}.{name}", []).append(change)
@@ -129,7 +129,7 @@ class MergedCheckpoint:
         def float32() -> NDArray[np.float32]:
             values = tensor.float32().copy()
             for change in changes:
-                values += change.b @ change.a
+                values += (change.b @ change.a).reshape(values.shape)  # of heads one by one
             return values
 
         return replace(tensor, storage="F32", float32=float32, quantized=None)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from edgellm.errors import EdgeLLMError, ModelFormatError
 from edgellm.graphs.lora import gguf, mlx, peft
-from edgellm.graphs.lora.stored import StoredAdapter, changes_of
+from edgellm.graphs.lora.stored import StoredAdapter, changes_of, pack_changes
 
-__all__ = ["StoredAdapter", "changes_of", "open_adapter"]
+__all__ = ["StoredAdapter", "changes_of", "open_adapter", "pack_changes"]
 
 
 def open_adapter(path: Path) -> StoredAdapter:

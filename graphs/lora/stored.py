@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import (
     GGUF_FUSED_QKV,
+    LATENT_UPS,
     Architecture,
     architecture,
     model_type_of,
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import LayerConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import TensorSpec, layer_tensors
 from edgellm.graphs.translation import Translation
-from edgellm.kernels.lora import CHANGED, LowRank
+from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter
 
+# Linear layers in `tensors.py` that have another name in `CHANGED`.
+_KERNEL_NAMES = {"q_up": "q", "q_down": "query_down"}
+_ALLOWED = "projections of attention and of other mixers, MLPs, and experts that all tokens use"
 # Prefixes of text models, and of those within multimodal ones, before the layers' names.
 _PREFIX = re.compile(
     r"(?:model\.(?:language_model\.|text_model\.)?|language_model\.model\.)?layers\."
@@ -94,6 +101,13 @@ def changes_of(adapter: StoredAdapter, config: ModelConfig) -> list[dict[str, Lo
         raise type(error)(f"{adapter.origin}: {error}") from None
 
 
+def pack_changes(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
+    """Pack the changes of each layer for the kernels; see `pack_adapter`."""
+    return pack_adapter(
+        [{_KERNEL_NAMES.get(name, name): each for name, each in layer.items()} for layer in layers]
+    )
+
+
 class _Reader:
     def __init__(self, adapter: StoredAdapter, config: ModelConfig) -> None:
         self._adapter, self._config = adapter, config
@@ -101,8 +115,12 @@ class _Reader:
         fused = gguf and any(".attn_qkv." in name for name in adapter.changes)
         fold = family.gguf_fold if gguf else family.hf_fold
         names = family.gguf_names if gguf else family.hf_names
-        # a fold that depends on settings of the model's own file finds none here, and says so
-        settings = Fields({}, origin="settings of the model, which an adapter's file has not")
+        # files in GGUF are multiplied already; else a fold says what it misses
+        settings = Fields(
+            {} if gguf else config.settings,
+            origin="settings of the model's own folder, which an adapter's has not, nor a bundle "
+            "of a GGUF file or of an earlier edgellm",
+        )
         self._translation = Translation(
             config=config,
             names={**names, **GGUF_FUSED_QKV} if fused else names,
@@ -122,7 +140,7 @@ class _Reader:
                 canonical = f"layers.{index}.{spec.name}"
                 found = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
                 if found:
-                    _refuse_part(min(found), spec, self._config.layers[index])
+                    self._refuse_part(min(found), spec, self._config.layers[index])
                 for name in found:
                     changes[spec.name] = self._change(canonical, name, spec.shape)
                     used.add(name)
@@ -133,6 +151,10 @@ class _Reader:
     def _change(self, canonical: str, name: str, shape: tuple[int, ...]) -> LowRank:
         """Return the change of one linear layer, of a matrix that may have the rows of several."""
         stored = self._adapter.changes[name]
+        part = canonical.rpartition(".")[2]
+        if part in LATENT_UPS:
+            attention = self._config.layers[int(canonical.split(".")[1])].attention
+            return _latent_up(name, stored, attention, keys=part == "key_up")
         ranks = stored.a.shape[:1], stored.b.shape[1:]
         b = self._translation.tensor(canonical) if len(stored.b.shape) == 2 else stored.b
         if ranks[0] != ranks[1] or (*b.shape[:1], *stored.a.shape[1:]) != shape or 0 in ranks[0]:
@@ -148,34 +170,62 @@ class _Reader:
             raise UnsupportedModelError(
                 f"the adapter changes {others[0]}, which is no linear layer of this model "
                 f"({self._config.model_type}, {self._config.layer_count} layers); adapters can "
-                "change projections of attention, its output gate included, and of the MLP"
+                f"change {_ALLOWED}"
             )
 
+    def _refuse_part(self, name: str, spec: TensorSpec, layer: LayerConfig) -> None:
+        """Refuse a matrix that no adapter can change.
 
-def _refuse_part(name: str, spec: TensorSpec, layer: LayerConfig) -> None:
-    """Refuse a matrix that no adapter can change.
+        Raises:
+            UnsupportedModelError: it is one of an expert, of a part beside the mixer and the MLP,
+                or has another order in files of the adapter's format.
+        """
+        mixer, gguf = layer.mixer, self._adapter.architecture is not None
+        if spec.experts is not None:
+            part = "a matrix of an expert"
+        elif _KERNEL_NAMES.get(spec.name, spec.name) not in CHANGED:
+            part = "neither of the mixer nor of the MLP"
+        elif spec.name in LATENT_UPS and isinstance(self._translation.names[spec.name], str):
+            part = "a matrix of each head of latents by itself"
+        elif _has_other_order(spec, mixer, gguf=gguf):
+            part = "a matrix of a delta net, whose heads have another order in folders than in GGUF"
+        else:
+            return
+        raise UnsupportedModelError(
+            f"the adapter changes {name}, which is {part}; adapters can change {_ALLOWED}. Merge "
+            "it into the weights before the export"
+        )
+
+
+def _has_other_order(spec: TensorSpec, mixer: Mixer, *, gguf: bool) -> bool:
+    """Whether the order of a delta net's heads depends on the format of a file."""
+    if not isinstance(mixer, DeltaNet) or mixer.key_heads == mixer.value_heads:
+        return False
+    return (gguf or mixer.tiled) and (spec.name.startswith("delta_") or spec.name == "o")
+
+
+def _latent_up(name: str, stored: StoredChange, attention: Attention, *, keys: bool) -> LowRank:
+    """Return the change of what makes keys, or values, of latents, for each head by itself.
+
+    A row of B belongs to a key's or a value's number of a head, and A reads latents. Queries go
+    through the matrix of keys from its other side.
 
     Raises:
-        UnsupportedModelError: it is one of an expert, of a mixer with a state, or of a part beside
-            attention and the MLP.
+        ModelFormatError: the matrices do not fit the model.
     """
-    if spec.experts is not None:
-        part = "a matrix of an expert"
-    elif spec.name in ("gate", "up", "down"):
-        return
-    elif not layer.attends:
-        part = "a matrix of a mixer with a state"
-    elif layer.attention.latent is not None:
-        part = "a matrix of attention over latents"
-    elif spec.name not in CHANGED:
-        part = "neither of attention nor of the MLP"
-    else:
-        return
-    raise UnsupportedModelError(
-        f"the adapter changes {name}, which is {part}; adapters can change projections of "
-        "attention, and the MLP of layers without experts. Merge it into the weights before the "
-        "export"
-    )
+    latent, heads = attention.latent, attention.heads
+    assert latent is not None
+    rank = (*stored.a.shape, 0)[0]
+    needed = [(rank, latent.rank), (heads * (latent.key + latent.value), rank)]
+    if [stored.a.shape, stored.b.shape] != needed or rank == 0:
+        raise ModelFormatError(
+            f"the adapter is for another model: {name} has A {list(stored.a.shape)} and B "
+            f"{list(stored.b.shape)}, and this model's are {[list(shape) for shape in needed]}"
+        )
+    a, b = stored.a.float32(), stored.scale * stored.b.float32().reshape(heads, -1, rank)
+    if keys:
+        return LowRank(np.ascontiguousarray(b[:, : latent.key].swapaxes(1, 2)), a.T)
+    return LowRank(a, np.ascontiguousarray(b[:, latent.key :]))
 
 
 def _family(adapter: StoredAdapter, config: ModelConfig) -> Architecture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,9 @@ _MLP, _MAMBA = "mlp_multipliers", "ssm_multipliers"
 _MAMBA_IN = "ssm_in_multiplier"
 _LISTS = {_MLP: 2, _MAMBA: 5}
 _NUMBERS = {*sum(_FACTORS.values(), ()), _MAMBA_IN, "embedding_multiplier"}
-# Set where the config is read: an adapter's fold, which has no config, must not take them.
+_MAMBA_SIZES = ("mamba_n_groups", "mamba_d_state", "mamba_n_heads")  # rows of mamba_in
+# Set where the config is read: the fold of an adapter for a model without its settings must not
+# take them.
 _ONES = {**dict.fromkeys(_NUMBERS, 1.0), **{key: [1.0] * n for key, n in _LISTS.items()}}
 
 
@@ -74,7 +77,11 @@ def config_from_hf(fields: Fields) -> ModelConfig:
         fields.require("mamba_norm_before_gate", False)
     fields.ignore("mamba_norm_before_gate")
     scale = fields.positive("embedding_multiplier")
-    return replace(_both(config, replace(mamba, gate_norm=normed)), embedding_scale=scale)
+    settings: dict[str, Any] = {key: fields.read(float, key) for key in sorted(_NUMBERS)}
+    settings |= {key: fields.read(list, key) for key in _LISTS}
+    settings |= {key: fields.read(int, key) for key in _MAMBA_SIZES}
+    config = replace(config, embedding_scale=scale, settings=settings)
+    return _both(config, replace(mamba, gate_norm=normed))
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:

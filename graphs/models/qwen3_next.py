@@ -66,4 +66,5 @@ ARCHITECTURE = Architecture(
         **_fused("blk.{}.ssm_ba.weight"),
     },
     hf_fold=qwen3_5_moe_text.ARCHITECTURE.hf_fold,
+    mtp=True,
 )

@@ -1,6 +1,7 @@
 // Compiles the kernels of a step for the instruction set in EDGELLM_SETS. All kernels are one file, because apart
 // from each other they would be compiled twice; each set is a file of its own, so that all cores compile.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cfloat>
 #include <cmath>

@@ -119,8 +119,9 @@ public:
     const float* shared_out(int r) const { return shared_out_ + size_t(r) * hidden_; }
 
     // Take the normalized rows through the experts that the router chooses for each, and through the shared one.
-    // `x` are the rows quantized, for the shared expert alone.
-    void run(edgellm::Worker& worker, const edgellm::Transformer& model, int number, const edgellm::Rows& x) const {
+    // `x` are the rows quantized, for the shared expert alone, which adapters may change.
+    void run(edgellm::Worker& worker, const edgellm::Transformer& model, int number, const edgellm::Rows& x,
+             const Adapters& adapters = {}) const {
         const edgellm::Layer& layer = model.layers[number];
         score(worker, layer);
         worker.each(1, [&](int) {
@@ -143,9 +144,13 @@ public:
                                 rows_of(activated_, width, e));
             },
             [&](int first, int end) {
-                activate_groups({shared.gate, shared.up, nullptr, nullptr, layer.activation}, first, end, x, rows_,
-                                middle);
+                const Readers in = shared_readers(layer);
+                activate_groups({shared.gate, shared.up, nullptr, nullptr, layer.activation,
+                                 in.of(&edgellm::LayerChanges::shared_gate), in.of(&edgellm::LayerChanges::shared_up)},
+                                first, end, x, rows_, middle, adapters);
             });
+        const Readers down{&layer, shared.down.inputs, {&edgellm::LayerChanges::shared_down}};
+        if (shared.down.panels) adapters.shrink(worker, down);
         // in pairs, or one of each two would be thrown away where an expert has many rows
         const int pairs = (panels_at_once(part(layer.down, layer.router, 0), 1, threads_) + WIDE_PANELS - 1) / WIDE_PANELS;
         const int panels = hidden_ / edgellm::PANEL;
@@ -157,8 +162,8 @@ public:
                                 out_ + size_t(first_[e]) * hidden_ + size_t(first) * edgellm::PANEL, hidden_, false);
             },
             [&](int first, int end) {
-                multiply_panels(shared.down, first, end, middle, rows_,
-                                shared_out_ + size_t(first) * edgellm::PANEL, hidden_, false);
+                multiply_changed(shared.down, down.of(&edgellm::LayerChanges::shared_down), adapters, first, end, middle,
+                                 rows_, shared_out_ + size_t(first) * edgellm::PANEL, hidden_, false);
             });
     }
 
@@ -183,6 +188,12 @@ public:
             }
             store(y + i, sum);
         }
+    }
+
+    // What of the shared expert reads the normalized row.
+    Readers shared_readers(const edgellm::Layer& layer) const {
+        if (!layer.shared.up.panels) return {};
+        return {&layer, hidden_, {&edgellm::LayerChanges::shared_gate, &edgellm::LayerChanges::shared_up}};
     }
 
 private:

@@ -129,7 +129,7 @@ inline void few_rows(const Packed<KIND>& panel, const edgellm::Rows& x, int rows
     const int groups = x.width / edgellm::GROUP;
     const int tile = rows > Packed<KIND>::ROWS ? FEW_TILE : groups;
     for (int g = 0; g < groups; g += tile)
-        all_rows<FINE>(Packed<KIND>{panel.block(g)}, std::min(tile, groups - g), x, rows, g, y, step,
+        all_rows<FINE>(Packed<KIND>{panel.block(g), panel.later}, std::min(tile, groups - g), x, rows, g, y, step,
                        add || g > 0);
 }
 
@@ -177,7 +177,7 @@ inline void many_rows(const edgellm::Linear& linear, int first, int end, const e
 
 template <int KIND, bool FINE>
 inline void panels_of(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x, int rows,
-                      float* y, size_t step, bool add) {
+                      float* y, size_t step, bool add, Later* later) {
     constexpr bool TILES = goes_by_tiles(KIND, FINE);
     const bool many = rows > few_rows_of(KIND);
     const bool tiles = TILES && rows >= TILES_FROM && edgellm::current_isa() == edgellm::Isa::AMX;
@@ -189,17 +189,17 @@ inline void panels_of(const edgellm::Linear& linear, int first, int end, const e
         else if (many)
             many_rows<KIND, FINE, false>(linear, p, last, x, rows, y, step, add);
         else
-            few_rows<KIND, FINE>(Packed<KIND>{linear.panel(p)}, x, rows, y, step, add);
+            few_rows<KIND, FINE>(Packed<KIND>{linear.panel(p), later}, x, rows, y, step, add);
     }
 }
 
 template <int KIND>
 inline void panels_of_kind(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x,
-                           int rows, float* y, size_t step, bool add) {
+                           int rows, float* y, size_t step, bool add, Later* later) {
     if (linear.fine)
-        panels_of<KIND, true>(linear, first, end, x, rows, y, step, add);
+        panels_of<KIND, true>(linear, first, end, x, rows, y, step, add, later);
     else
-        panels_of<KIND, false>(linear, first, end, x, rows, y, step, add);
+        panels_of<KIND, false>(linear, first, end, x, rows, y, step, add, later);
 }
 
 // Call `body` with the kind as a constant.
@@ -221,11 +221,12 @@ inline void with_kind(int kind, const Body& body) {
     }
 }
 
-// y[0 .. rows, 0 .. 16 (end - first)) (+)= x . panels first .. end of the layer, y with `step` floats a row.
+// y[0 .. rows, 0 .. 16 (end - first)) (+)= x . panels first .. end of the layer, y with `step` floats a row. `later`:
+// what to fetch meanwhile for few rows, or null.
 inline void multiply_panels(const edgellm::Linear& linear, int first, int end, const edgellm::Rows& x,
-                            int rows, float* y, size_t step, bool add) {
+                            int rows, float* y, size_t step, bool add, Later* later = nullptr) {
     with_kind(linear.kind, [&](auto kind) {
-        panels_of_kind<decltype(kind)::value>(linear, first, end, x, rows, y, step, add);
+        panels_of_kind<decltype(kind)::value>(linear, first, end, x, rows, y, step, add, later);
     });
 }
 

@@ -108,6 +108,30 @@ inline float value_of(int8_t code) {
     return code - zero_of(KIND);
 }
 
+// Memory in some pieces that is needed behind a product, and is fetched with its groups, some lines with each. One core
+// read 39 MB of adapters in 6 ms behind products of 12, in 2.5 where it had fetched them so, and in 6 where it had
+// fetched them all before a product (AMD EPYC, Zen 4).
+struct Later {
+    static constexpr int MOST = 16;
+    struct Piece {
+        const uint32_t *at, *end;
+    };
+    Piece* pieces;
+    int count, lines = 0;  // lines: with each group
+
+    void share_out(int groups) {
+        size_t words = 0;
+        for (int i = 0; i < count; ++i) words += pieces[i].end - pieces[i].at;
+        lines = static_cast<int>((words / 16 + groups - 1) / groups);
+    }
+    void fetch() {
+        for (int i = 0; i < lines && count > 0; ++i) {
+            __builtin_prefetch(pieces->at, 0, 2);
+            if ((pieces->at += 16) >= pieces->end) ++pieces, --count;
+        }
+    }
+};
+
 // A panel as it lies in memory.
 template <int KIND>
 struct Packed {
@@ -116,6 +140,7 @@ struct Packed {
     static constexpr int ROWS = is_rare(KIND) ? 1 : MAX_ROWS;
     static constexpr int start = start_of(KIND);
     const uint8_t* panel;
+    Later* later = nullptr;
 
     const uint8_t* block(int g) const {
         constexpr size_t bytes =
@@ -136,7 +161,10 @@ struct Packed {
         for (size_t i = 0; i < edgellm::block_bytes(KIND) + edgellm::group_bytes(KIND); i += 64)
             __builtin_prefetch(from + i, 0, 2);
     }
-    void fetch_ahead(int g) const { fetch(g, BYTES_AHEAD); }
+    void fetch_ahead(int g) const {
+        fetch(g, BYTES_AHEAD);
+        if (later) later->fetch();
+    }
 
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>

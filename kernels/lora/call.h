@@ -10,12 +10,16 @@ constexpr int RANKS = 4;  // rows of A that are computed together; ranks are pad
 // The change of one linear layer, y += B (A x), in pairs of bfloat16; the layout is described in weights.py.
 struct LowRank {
     const uint32_t *a, *b;
-    int32_t rank;  // 0: the layer is not changed
+    int32_t rank;            // 0: the layer is not changed
+    int32_t a_step, b_step;  // words from the matrix of one head to that of the next; 0: all heads have the same one
 };
 
 // The same fields, in the same order, as in native.py.
 struct LayerChanges {
     LowRank q, k, v, o, gate, up, down, q_gate;
+    LowRank query_down, key_up, value_up;  // of attention over latents
+    LowRank conv_in, mamba_in, mamba_o, delta_qkv, delta_z, delta_a, delta_b;
+    LowRank shared_gate, shared_up, shared_down;  // of the expert that all rows go through
 };
 
 struct Adapter {

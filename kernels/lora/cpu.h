@@ -12,6 +12,8 @@ inline Pairs load_pairs(const uint32_t* p) {
     return {(Vec)(words << 16), (Vec)(words & splat_int(static_cast<int32_t>(0xffff0000)))};
 }
 
+constexpr int AHEAD = 1024;  // words that are fetched before they are needed
+
 // RANKS rows of A, from `a`, times ROWS rows of x: sums [ROWS][RANKS].
 template <int ROWS>
 inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t step, float* sums, size_t sums_step) {
@@ -20,7 +22,9 @@ inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t st
     for (int i = 0; i < inputs; i += edgellm::GROUP)
         for (int j = i; j < i + edgellm::GROUP / 2; j += LANES)
             unrolled<RANKS>([&](int k) {
-                const Pairs pairs = load_pairs(a + size_t(k) * (inputs / 2) + i / 2 + (j - i));
+                const uint32_t* here = a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + (j - i);
+                __builtin_prefetch(here + AHEAD, 0, 2);
+                const Pairs pairs = load_pairs(here);
                 unrolled<ROWS>([&](int r) {
                     Vec& total = sum[r * RANKS + k];
                     total = fused(pairs.low, load(x + r * step + j), total);
@@ -31,27 +35,54 @@ inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t st
         for (int k = 0; k < RANKS; ++k) sums[r * sums_step + k] = sum_of(sum[r * RANKS + k]);
 }
 
-// y += B sums for one panel of outputs of ROWS rows.
-template <int ROWS>
+// y += B sums for PANELS panels of outputs of ROWS rows.
+template <int ROWS, int PANELS>
 inline void expand_rows(const uint32_t* b, int rank, const float* sums, size_t sums_step, float* y, size_t step) {
+    const size_t panel = size_t(rank / 2) * edgellm::PANEL;
     for (int j = 0; j < edgellm::PANEL; j += LANES) {
-        Vec total[ROWS] = {};
+        Vec low[ROWS * PANELS] = {}, high[ROWS * PANELS] = {};
         for (int k = 0; k < rank; k += 2) {
-            const Pairs pairs = load_pairs(b + size_t(k / 2) * edgellm::PANEL + j);
+            Pairs pairs[PANELS];
+            unrolled<PANELS>([&](int p) { pairs[p] = load_pairs(b + p * panel + size_t(k / 2) * edgellm::PANEL + j); });
             unrolled<ROWS>([&](int r) {
-                total[r] = fused(pairs.low, splat(sums[r * sums_step + k]), total[r]);
-                total[r] = fused(pairs.high, splat(sums[r * sums_step + k + 1]), total[r]);
+                const Vec even = splat(sums[r * sums_step + k]), odd = splat(sums[r * sums_step + k + 1]);
+                unrolled<PANELS>([&](int p) {
+                    low[r * PANELS + p] = fused(pairs[p].low, even, low[r * PANELS + p]);
+                    high[r * PANELS + p] = fused(pairs[p].high, odd, high[r * PANELS + p]);
+                });
             });
         }
-        unrolled<ROWS>([&](int r) { store(y + r * step + j, load(y + r * step + j) + total[r]); });
+        unrolled<ROWS>([&](int r) {
+            unrolled<PANELS>([&](int p) {
+                float* out = y + r * step + size_t(p) * edgellm::PANEL + j;
+                store(out, load(out) + (low[r * PANELS + p] + high[r * PANELS + p]));
+            });
+        });
     }
 }
+
+using ChangedPart = edgellm::LowRank edgellm::LayerChanges::*;
 
 // A linear layer that adapters may change, and which of those with the same input it is.
 struct Changed {
     const edgellm::Layer* layer = nullptr;  // null: adapters do not change it
-    edgellm::LowRank edgellm::LayerChanges::*part = nullptr;
+    ChangedPart part = nullptr;
     int place = 0;
+};
+
+// Linear layers that adapters may change and that read the same rows, or each head of these by itself.
+struct Readers {
+    const edgellm::Layer* layer = nullptr;  // null: there are none
+    int inputs = 0;
+    std::array<ChangedPart, 5> parts{};
+    int first = 0, heads = 1;  // the place of the first one
+
+    int count() const { return static_cast<int>(std::find(parts.begin(), parts.end(), nullptr) - parts.begin()); }
+    Changed of(ChangedPart part) const {
+        const auto found = std::find(parts.begin(), parts.end(), part);
+        if (!layer || found == parts.end()) return {};
+        return {layer, part, first + static_cast<int>(found - parts.begin())};
+    }
 };
 
 // Adapters of the rows of a step, with buffers that one linear layer after the other uses.
@@ -61,80 +92,103 @@ public:
 
     // Cut buffers out of the workspace with `take(bytes)`, if a span has an adapter.
     template <typename Take>
-    Adapters(const edgellm::StepCall& call, const Take& take) : layers_(call.model->layers), threads_(call.threads) {
+    Adapters(const edgellm::StepCall& call, const Take& take)
+        : layers_(call.model->layers), threads_(call.threads), of_row_(call.count) {
         int row = 0;
         for (int s = 0; s < call.span_count; ++s) {
             const edgellm::Span& span = call.spans[s];
-            for (int r = span.adapter_start; span.adapter && r < span.rows; r += ROWS)
-                runs_.push_back({span.adapter, row + r, std::min(ROWS, span.rows - r)});
+            for (int r = span.adapter_start; span.adapter && r < span.rows; ++r) of_row_[row + r] = span.adapter;
             if (span.adapter) rank_ = std::max(rank_, span.adapter->rank);
             row += span.rows;
         }
+        each_run(0, row, [&](const Run& run) { runs_.push_back(run); });
         if (runs_.empty()) return;
-        with_.resize(row);
-        for (const Run& run : runs_) std::fill_n(with_.begin() + run.row, run.rows, true);
         width_ = call.model->hidden;
         for (int l = 0; l < call.model->layer_count; ++l) {
             const edgellm::Layer& layer = layers_[l];
-            width_ = std::max(width_, layer.o.inputs);
+            width_ = std::max({width_, layer.o.inputs, layer.beside_o.inputs, layer.shared.down.inputs});
             if (!layer.has_experts()) width_ = std::max(width_, layer.down.inputs);
+            if (!layer.latent.there()) continue;
+            const int most = std::max(layer.latent.key(), layer.latent.rank());
+            width_ = std::max({width_, layer.latent.query_down.outputs, layer.heads * most});
+            places_ = std::max(places_, layer.heads);
         }
         x_ = reinterpret_cast<float*>(take(4 * size_t(row) * width_));
-        sums_ = reinterpret_cast<float*>(take(4 * size_t(row) * PLACES * rank_));
+        sums_ = reinterpret_cast<float*>(take(4 * size_t(row) * step()));
     }
 
     bool any() const { return !runs_.empty(); }
 
     // Phases of a layer that adapters need.
-    int phases() const { return any() ? 4 : 0; }
+    int phases() const { return any() ? 2 : 0; }
 
     // Keep `n` numbers of a row's input, from number `first` on, if the row has an adapter.
     void keep(int row, const float* x, int first, int n) const {
-        if (any() && with_[row]) std::memcpy(x_ + size_t(row) * width_ + first, x, 4 * size_t(n));
+        if (any() && of_row_[row]) std::memcpy(x_ + size_t(row) * width_ + first, x, 4 * size_t(n));
     }
 
-    // A x for linear layers that take the rows that were kept.
-    void shrink(edgellm::Worker& worker, std::initializer_list<Changed> changed, int inputs) const {
-        if (!any() || !changed.begin()->layer) return;
-        const int parts = static_cast<int>(changed.size()), all = rank_ / edgellm::RANKS;
+    // A x of rows first .. end, which were kept.
+    void shrink(int first, int end, const Readers& readers) const {
+        if (!any() || !readers.layer) return;
+        each_run(first, end, [&](const Run& run) {
+            for (int p = 0; p < readers.count(); ++p)
+                for (int head = 0; head < readers.heads; ++head)
+                    shrink_run(run, readers, p, head, 0, change_of(run, readers.layer, readers.parts[p]).rank);
+        });
+    }
+
+    // The same of all rows, as a phase of its own: for rows that are made some numbers at a time.
+    void shrink(edgellm::Worker& worker, const Readers& readers) const {
+        if (!any()) return;
+        const int parts = readers.count(), all = rank_ / edgellm::RANKS;
         // few rows are shared out by ranks as well
         const int some = static_cast<int>(runs_.size()) * parts >= 8 * threads_ ? all : 1, blocks = all / some;
         worker.each(static_cast<int>(runs_.size()) * parts * blocks, [&](int item) {
             const Run& run = runs_[item / (parts * blocks)];
-            const Changed& each = changed.begin()[item / blocks % parts];
-            const edgellm::LowRank& change = change_of(run, each);
-            const int first = item % blocks * some * edgellm::RANKS;
-            const int end = std::min(change.rank, first + some * edgellm::RANKS);
-            for (int k = first; k < end; k += edgellm::RANKS) {
-                const uint32_t* a = change.a + size_t(k) * (inputs / 2);
-                const float* x = x_ + size_t(run.row) * width_;
-                of_rows(run.rows, [&](auto rows) {
-                    shrink_rows<rows()>(a, inputs, x, width_, sums(run.row, each.place) + k, step());
-                });
-            }
+            const int part = item / blocks % parts, first = item % blocks * some * edgellm::RANKS;
+            const int rank = change_of(run, readers.layer, readers.parts[part]).rank;
+            shrink_run(run, readers, part, 0, first, std::min(rank, first + some * edgellm::RANKS));
         });
     }
 
-    // y += B (A x) for panels first .. end of a linear layer; y has those of all rows.
-    void expand(const Changed& changed, int first, int end, float* y, size_t row_step) const {
+    // y += B (A x) for panels first .. end of a linear layer, or of one head's part of it; y has those of all rows.
+    void expand(const Changed& changed, int head, int first, int end, float* y, size_t row_step) const {
         if (!any() || !changed.layer) return;
         for (const Run& run : runs_) {
-            const edgellm::LowRank& change = change_of(run, changed);
-            for (int panel = first; change.rank > 0 && panel < end; ++panel) {
-                const uint32_t* b = change.b + size_t(panel) * (change.rank / 2) * edgellm::PANEL;
-                float* out = y + run.row * row_step + size_t(panel - first) * edgellm::PANEL;
-                of_rows(run.rows, [&](auto rows) {
-                    expand_rows<rows()>(b, change.rank, sums(run.row, changed.place), step(), out, row_step);
-                });
-            }
+            const edgellm::LowRank& change = change_of(run, changed.layer, changed.part);
+            const float* all = sums(run.row, changed.place + head);
+            float* out = y + run.row * row_step;
+            int panel = change.rank > 0 ? first : end;
+            of_rows(run.rows, [&](auto rows) {
+                const auto some = [&](auto panels) {
+                    if constexpr (rows() * panels() <= ROWS)
+                        for (; panel + panels() <= end; panel += panels())
+                            expand_rows<rows(), panels()>(panel_of(change, head, panel), change.rank, all, step(),
+                                                          out + size_t(panel - first) * edgellm::PANEL, row_step);
+                };
+                some(std::integral_constant<int, 4>{});
+                some(std::integral_constant<int, 2>{});
+                some(std::integral_constant<int, 1>{});
+            });
         }
     }
 
-private:
-    static constexpr int ROWS = 4;    // computed together
-    static constexpr int PLACES = 4;  // linear layers with the same input
+    // The B of panels first .. end, of the first adapters; returns how many pieces these are.
+    int pieces(const Changed& changed, int head, int first, int end, Later::Piece* out) const {
+        int count = 0;
+        if (!any() || !changed.layer) return count;
+        for (const Run& run : runs_) {
+            const edgellm::LowRank& change = change_of(run, changed.layer, changed.part);
+            if (change.rank > 0 && count < Later::MOST)
+                out[count++] = {panel_of(change, head, first), panel_of(change, head, end)};
+        }
+        return count;
+    }
 
-    // Rows of one span, one behind the other.
+private:
+    static constexpr int ROWS = 4;  // computed together
+
+    // Rows with the same adapter, one behind the other.
     struct Run {
         const edgellm::Adapter* adapter;
         int row, rows;
@@ -150,15 +204,50 @@ private:
         }
     }
 
-    const edgellm::LowRank& change_of(const Run& run, const Changed& changed) const {
-        return run.adapter->layers[changed.layer - layers_].*changed.part;
+    // Runs of rows first .. end.
+    template <typename Body>
+    void each_run(int first, int end, const Body& body) const {
+        for (int r = first, rows; r < end; r += rows) {
+            const edgellm::Adapter* adapter = of_row_[r];
+            for (rows = 1; rows < ROWS && r + rows < end && of_row_[r + rows] == adapter;) ++rows;
+            if (adapter) body(Run{adapter, r, rows});
+        }
     }
-    size_t step() const { return size_t(PLACES) * rank_; }
+
+    void shrink_run(const Run& run, const Readers& readers, int part, int head, int first, int end) const {
+        const edgellm::LowRank& change = change_of(run, readers.layer, readers.parts[part]);
+        const int inputs = readers.inputs;
+        const float* x = x_ + size_t(run.row) * width_ + size_t(head) * inputs;
+        for (int k = first; k < end; k += edgellm::RANKS) {
+            const uint32_t* a = change.a + size_t(head) * change.a_step + size_t(k) * (inputs / 2);
+            of_rows(run.rows, [&](auto rows) {
+                shrink_rows<rows()>(a, inputs, x, width_, sums(run.row, readers.first + part + head) + k, step());
+            });
+        }
+    }
+
+    const edgellm::LowRank& change_of(const Run& run, const edgellm::Layer* layer, ChangedPart part) const {
+        return run.adapter->layers[layer - layers_].*part;
+    }
+    static const uint32_t* panel_of(const edgellm::LowRank& change, int head, int panel) {
+        return change.b + size_t(head) * change.b_step + size_t(panel) * (change.rank / 2) * edgellm::PANEL;
+    }
+    size_t step() const { return size_t(places_) * rank_; }
     float* sums(int row, int place) const { return sums_ + row * step() + size_t(place) * rank_; }
 
     const edgellm::Layer* layers_ = nullptr;
-    int threads_ = 1, rank_ = 0, width_ = 0;
+    int threads_ = 1, rank_ = 0, width_ = 0, places_ = 5;
+    std::vector<const edgellm::Adapter*> of_row_;  // or null
     std::vector<Run> runs_;
-    std::vector<char> with_;  // whether each row has an adapter
-    float *x_ = nullptr, *sums_ = nullptr;  // [rows, width], [rows, PLACES, rank]
+    float *x_ = nullptr, *sums_ = nullptr;  // [rows, width], [rows, places, rank]
 };
+
+// y (+)= x . panels first .. end of a linear layer, or of one head's part of it, with what adapters add.
+inline void multiply_changed(const edgellm::Linear& linear, const Changed& changed, const Adapters& adapters, int first,
+                             int end, const edgellm::Rows& x, int rows, float* y, size_t step, bool add, int head = 0) {
+    Later::Piece pieces[Later::MOST];
+    Later later{pieces, adapters.pieces(changed, head, first, end, pieces)};
+    later.share_out((end - first) * (linear.inputs / edgellm::GROUP));
+    multiply_panels(linear, first, end, x, rows, y, step, add, &later);
+    adapters.expand(changed, head, first, end, y, step);
+}

@@ -11,12 +11,14 @@ from edgellm.kernels.native import address
 class _LowRank(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("a", "b")),
-        ("rank", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("rank", "a_step", "b_step")),
     ]
 
     @classmethod
     def of(cls, change: PackedChange | None) -> _LowRank:
-        return cls() if change is None else cls(address(change.a), address(change.b), change.rank)
+        if change is None:
+            return cls()
+        return cls(address(change.a), address(change.b), change.rank, *change.steps)
 
 
 class _LayerChanges(ctypes.Structure):

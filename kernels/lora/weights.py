@@ -3,18 +3,19 @@
 A 32-bit word has one number in its low half and one in its high half, so that a vector of words is
 two vectors of floats after a shift or a mask.
 
-    A  [rank, inputs / 32, 16]: numbers i and i + 16 of each 32 inputs
+    A  [rank / 4, inputs / 32, 4, 16]: numbers i and i + 16 of each 32 inputs, of 4 ranks in turn
     B  [outputs / 16, rank / 2, 16]: ranks 2 k and 2 k + 1 of each of 16 outputs
 
-Ranks are padded with zeros to a multiple of 4. Rounding to bfloat16 moves a number by at most
-0.4 %, and these are numbers of a change of the weights.
+Ranks are padded with zeros to a multiple of 4, and outputs to whole panels. Of a linear layer whose
+heads are computed each by itself the matrices of all heads lie one behind the other. Rounding to
+bfloat16 moves a number by at most 0.4 %, and these are numbers of a change of the weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,17 +26,26 @@ from edgellm.kernels.quantized import GROUP
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
 # Linear layers that an adapter may change, in the order of call.h.
-CHANGED = ("q", "k", "v", "o", "gate", "up", "down", "q_gate")
-_RANKS = 4
+CHANGED = (
+    *("q", "k", "v", "o", "gate", "up", "down", "q_gate"),
+    *("query_down", "key_up", "value_up"),
+    *("conv_in", "mamba_in", "mamba_o", "delta_qkv", "delta_z", "delta_a", "delta_b"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
+_RANKS, _BY_HEADS = 4, 3
+_LINE = 16  # words of a cache line
 
 
 @dataclass(frozen=True)
 class LowRank:
     """Change of a linear layer, `y += b (a x)`.
 
+    Where each head has inputs and outputs of its own, as in attention over latents, one of the two
+    matrices is that of each head `[H, ...]`, and the other one that of all.
+
     Attributes:
-        a: `[rank, inputs]`.
-        b: `[outputs, rank]`.
+        a: `[rank, inputs]`, or `[H, rank, inputs]`.
+        b: `[outputs, rank]`, or `[H, outputs, rank]`.
     """
 
     a: Floats
@@ -48,6 +58,8 @@ class PackedChange:
 
     Attributes:
         rank: rank with its padding.
+        outputs, inputs: of a head, where there are some.
+        heads: heads that have matrices of their own; 0: the layer is one.
     """
 
     a: Words
@@ -55,6 +67,13 @@ class PackedChange:
     rank: int
     outputs: int
     inputs: int
+    heads: int = 0
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Words from one head's A, and B, to those of the next; 0 where all heads have the same."""
+        a, b = (x[0].size if x.ndim > plain else 0 for x, plain in ((self.a, 4), (self.b, 3)))
+        return a, b
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +104,7 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
 
     Raises:
         ValueError: another linear layer than those of `CHANGED`, or matrices whose shapes do not
-            fit each other, or the panels of linear layers.
+            fit each other, or the groups of linear layers.
     """
     others = {name for layer in layers for name in layer} - {*CHANGED}
     if others:
@@ -100,7 +119,30 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
             digest.update(f"{index}.{name} {change.a.shape} {change.b.shape}\n".encode())
             digest.update(change.a.tobytes())
             digest.update(change.b.tobytes())
-    return AdapterWeights(packed, digest.hexdigest())
+    return AdapterWeights(_side_by_side(packed), digest.hexdigest())
+
+
+def _side_by_side(layers: Sequence[Mapping[str, PackedChange]]) -> list[dict[str, PackedChange]]:
+    """Return changes whose matrices lie in one piece of memory, in the order of computation.
+
+    Each begins with a cache line.
+    """
+    every = [change for layer in layers for change in layer.values()]
+    memory = np.empty(sum(x.a.size + x.b.size for x in every) + _LINE, np.uint32)
+    first = -(memory.ctypes.data // memory.itemsize) % _LINE
+
+    def moved(array: Words) -> Words:
+        nonlocal first
+        view = memory[first : first + array.size].reshape(array.shape)
+        view[...] = array
+        first += array.size
+        return view
+
+    def layer_moved(layer: Mapping[str, PackedChange]) -> dict[str, PackedChange]:
+        a, b = ({name: moved(getattr(x, part)) for name, x in layer.items()} for part in "ab")
+        return {name: replace(each, a=a[name], b=b[name]) for name, each in layer.items()}
+
+    return [layer_moved(layer) for layer in layers]
 
 
 def packed_bytes(a: tuple[int, ...], b: tuple[int, ...]) -> int:
@@ -115,23 +157,27 @@ def rounded(values: Floats) -> Floats:
 
 
 def _packed(name: str, change: LowRank) -> PackedChange:
-    (rank, inputs), (outputs, of_b) = change.a.shape, change.b.shape
-    if rank != of_b or rank < 1 or inputs % GROUP or outputs % PANEL:
+    (rank, inputs), (outputs, of_b) = change.a.shape[-2:], change.b.shape[-2:]
+    heads = {len(each) for each in (change.a, change.b) if each.ndim == _BY_HEADS}
+    if rank != of_b or rank < 1 or inputs % GROUP or len(heads) > 1:
         raise ValueError(
-            f"{name}: A {change.a.shape} and B {change.b.shape}; needed are one rank, inputs in "
-            f"groups of {GROUP} and outputs in panels of {PANEL}"
+            f"{name}: A {change.a.shape} and B {change.b.shape}; needed are one rank, one number "
+            f"of heads, and inputs in groups of {GROUP}"
         )
-    padded = -(-rank // _RANKS) * _RANKS
-    a, b = np.zeros((padded, inputs), np.uint16), np.zeros((outputs, padded), np.uint16)
-    a[:rank], b[:, :rank] = _halves(change.a), _halves(change.b)
-    groups = a.reshape(padded, inputs // GROUP, 2, GROUP // 2)
-    panels = b.reshape(outputs // PANEL, PANEL, padded // 2, 2).transpose(0, 2, 1, 3)
+    padded, panels = -(-rank // _RANKS) * _RANKS, -(-outputs // PANEL)
+    a = np.zeros((*change.a.shape[:-2], padded, inputs), np.uint16)
+    b = np.zeros((*change.b.shape[:-2], panels * PANEL, padded), np.uint16)
+    a[..., :rank, :], b[..., :outputs, :rank] = _halves(change.a), _halves(change.b)
+    blocks = a.reshape(*a.shape[:-2], padded // _RANKS, _RANKS, inputs // GROUP, 2, GROUP // 2)
+    groups = blocks.swapaxes(-4, -3)
+    lanes = b.reshape(*b.shape[:-2], panels, PANEL, padded // 2, 2).swapaxes(-3, -2)
     return PackedChange(
-        _words(groups[:, :, 0], groups[:, :, 1]),
-        _words(panels[..., 0], panels[..., 1]),
+        _words(groups[..., 0, :], groups[..., 1, :]),
+        _words(lanes[..., 0], lanes[..., 1]),
         padded,
         outputs,
         inputs,
+        heads=max(heads, default=0),
     )
 
 

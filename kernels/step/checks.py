@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_blocks import SEALED, KVBlocks, SealedBlocks
 from edgellm.kernels.latent import LatentWeights
-from edgellm.kernels.linear import PANEL
+from edgellm.kernels.linear import PANEL, PackedWeights
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.quantized import GROUP
 from edgellm.kernels.state_blocks import StateBlocks
@@ -348,8 +348,7 @@ def _check_pools_of_another(weights: Weights, pools: Sequence[Pool]) -> None:
 
 
 def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
-    """Refuse an adapter that was made for another model, or that changes experts or mixers with
-    states.
+    """Refuse an adapter that was made for another model, or that changes experts.
 
     Raises:
         ValueError: the number of layers or the shape of a change differs.
@@ -357,13 +356,25 @@ def check_adapter(adapter: AdapterWeights, weights: Weights) -> None:
     _require("layers of the adapter", len(adapter.layers), len(weights.layers))
     for index, (changes, layer) in enumerate(zip(adapter.layers, weights.layers, strict=True)):
         for name, change in changes.items():
-            linear = getattr(layer, name)
-            of_experts = layer.routing is not None and name in ("gate", "up", "down")
-            plain = layer.mixer is None and layer.latent is None
-            if linear is None or of_experts or (not plain and name in ("q", "k", "v", "o")):
+            linear = _changed(layer, name)
+            if linear is None:
                 raise ValueError(f"layers.{index} has no {name} that an adapter can change")
-            shape = change.outputs, change.inputs
-            _require(f"layers.{index}.{name}", shape, (linear.outputs, linear.inputs))
+            heads = layer.heads if name in ("key_up", "value_up") else 0
+            needed = linear.outputs // max(heads, 1), linear.inputs
+            _require(f"layers.{index}.{name}", (change.outputs, change.inputs), needed)
+            _require(f"heads of layers.{index}.{name}", change.heads, heads)
+
+
+def _changed(layer: LayerWeights, name: str) -> PackedWeights | None:
+    """Return the linear layer of a name of `CHANGED`; None: there is none that could be changed."""
+    if layer.routing is not None and name in ("gate", "up", "down"):
+        return None
+    if name.startswith("delta_"):
+        parts: tuple[Any, ...] = (layer.mixer,)
+        name = name.removeprefix("delta_")
+    else:
+        parts = layer, layer.mixer, layer.beside, layer.latent
+    return next((x for x in (getattr(part, name, None) for part in parts) if x is not None), None)
 
 
 def _pool_sizes(layer: LayerWeights, pool: int) -> tuple[int, ...]:

@@ -171,6 +171,25 @@ private:
     edgellm::Rows mixer_out(const edgellm::Linear& o) const { return edgellm::Rows::in(b_.attended, rows_, o.inputs); }
     edgellm::Rows mixer_out(const edgellm::Layer& layer) const { return mixer_out(layer.o); }
 
+    // What reads the rows before a layer's mixer, and behind it.
+    Readers readers_before(const edgellm::Layer& layer) const {
+        using C = edgellm::LayerChanges;
+        if (layer.mixer == edgellm::SHORT_CONV) return {&layer, model_.hidden, {&C::conv_in}};
+        if (layer.mixer == edgellm::MAMBA2) return {&layer, model_.hidden, {&C::mamba_in}};
+        if (layer.mixer == edgellm::DELTA_NET)
+            return {&layer, model_.hidden, {&C::delta_qkv, &C::delta_z, &C::delta_a, &C::delta_b}};
+        if (layer.latent.query_down.panels) return {&layer, model_.hidden, {&C::query_down, &C::k, &C::v}};
+        return {&layer, model_.hidden, {&C::q, &C::k, &C::v, &C::q_gate, &C::mamba_in}};
+    }
+    static Readers readers_behind(const edgellm::Layer& layer) {
+        return {&layer, layer.o.inputs, {&edgellm::LayerChanges::o}};
+    }
+    // The place is that of mamba_in: what attention will read of the row before has the others.
+    static Readers readers_behind_mamba(const edgellm::Layer& layer) {
+        if (!layer.has_beside()) return readers_behind(layer);
+        return {&layer, layer.beside_o.inputs, {&edgellm::LayerChanges::mamba_o}, 4};
+    }
+
     // The rows that a layer's input projections read; `first`: the projection that comes next.
     void enter_layer(edgellm::Worker& worker, int l, const edgellm::Linear& first) const {
         const edgellm::Layer& layer = model_.layers[l];
@@ -182,7 +201,7 @@ private:
                     predict(layer.altup, streams(r), model_.epsilon, b_.residual + size_t(r) * model_.hidden);
                 normalize(layer.attention_norm, r, layer.any_fine());
             },
-            weights(first));
+            weights(first), readers_before(layer));
     }
 
     edgellm::Mixing mixing(const edgellm::Layer& layer) const {
@@ -195,18 +214,22 @@ private:
     void run_short_conv(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::ShortConv& conv = layer.short_conv;
         enter_layer(worker, l, conv.in);
-        multiply(worker, {{&conv.in, b_.mixed}}, b_.x, conv.in.outputs, false);
+        const Changed in = readers_before(layer).of(&edgellm::LayerChanges::conv_in);
+        multiply(worker, {{&conv.in, b_.mixed, in}}, b_.x, conv.in.outputs, false);
         const edgellm::Mixing here = mixing(layer);
         short_conv(worker, conv, here, [&](const float* y, int first, int end, int r) {
+            b_.adapters.keep(r, y, first * edgellm::GROUP, (end - first) * edgellm::GROUP);
             quantize_groups(y, first, end, here.out, r, false);
         });
+        b_.adapters.shrink(worker, readers_behind(layer));
     }
 
     void run_mamba2(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::Mixing mixing_here = mixing(layer);
         const Mamba2 op(layer.mamba2, mixing_here, b_.q);
         enter_layer(worker, l, layer.mamba2.in);
-        multiply(worker, {{&layer.mamba2.in, b_.mixed}}, b_.x, layer.mamba2.inputs(), false);
+        const Changed in = readers_before(layer).of(&edgellm::LayerChanges::mamba_in);
+        multiply(worker, {{&layer.mamba2.in, b_.mixed, in}}, b_.x, layer.mamba2.inputs(), false);
         op.mix(worker);
         op.scan(worker);
         every_row(
@@ -214,25 +237,29 @@ private:
             [&](int r) {
                 float* out = static_cast<float*>(edgellm::scratch(4 * size_t(layer.mamba2.inner())));
                 op.finish(r, out);
+                b_.adapters.keep(r, out, 0, layer.mamba2.inner());
                 quantize_groups(out, 0, layer.mamba2.inner() / edgellm::GROUP, mixing_here.out, r, false);
             },
-            weights(layer.state_out()));
+            weights(layer.state_out()), readers_behind_mamba(layer));
     }
 
     // What a mamba2 beside attention adds to the residual; the rows that it reads stay for attention.
     void add_beside(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         run_mamba2(worker, layer, l);
-        multiply(worker, {{&layer.beside_o, b_.residual}}, mixer_out(layer.beside_o), model_.hidden, true);
+        const Changed o = readers_behind_mamba(layer).of(&edgellm::LayerChanges::mamba_o);
+        multiply(worker, {{&layer.beside_o, b_.residual, o}}, mixer_out(layer.beside_o), model_.hidden, true);
     }
 
     void run_delta_net(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const edgellm::DeltaNet& net = layer.delta_net;
         const edgellm::Mixing here = mixing(layer);
         enter_layer(worker, l, net.qkv);
-        multiply(worker, {{&net.qkv, b_.mixed},
-                          {&net.z, b_.mixed + net.z_at()},
-                          {&net.a, b_.mixed + net.a_at()},
-                          {&net.b, b_.mixed + net.b_at()}},
+        using C = edgellm::LayerChanges;
+        const Readers in = readers_before(layer);
+        multiply(worker, {{&net.qkv, b_.mixed, in.of(&C::delta_qkv)},
+                          {&net.z, b_.mixed + net.z_at(), in.of(&C::delta_z)},
+                          {&net.a, b_.mixed + net.a_at(), in.of(&C::delta_a)},
+                          {&net.b, b_.mixed + net.b_at(), in.of(&C::delta_b)}},
                  b_.x, net.outputs(), false);
         std::vector<edgellm::StateRows> spans;
         for (int s = 0; s < call_.span_count; ++s)
@@ -244,9 +271,10 @@ private:
             [&](int r) {
                 float* out = static_cast<float*>(edgellm::scratch(4 * size_t(net.values())));
                 rows.finish(r, model_.epsilon, out);
+                b_.adapters.keep(r, out, 0, net.values());
                 quantize_groups(out, 0, net.values() / edgellm::GROUP, here.out, r, false);
             },
-            weights(layer.o));
+            weights(layer.o), readers_behind(layer));
     }
 
     void run_latent_attention(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -255,66 +283,80 @@ private:
         const int outputs = layer.mixed_outputs(), k_at = layer.q.outputs, v_at = k_at + layer.k.outputs;
         const int down_at = v_at + layer.v.outputs, rotated = heads.head_dim;
         const bool down = latent.query_down.panels != nullptr;
+        using C = edgellm::LayerChanges;
+        const Readers in = readers_before(layer);
+        const Changed q = in.of(down ? &C::query_down : &C::q);
         enter_layer(worker, l, down ? latent.query_down : layer.q);
-        multiply(worker, {{down ? &latent.query_down : &layer.q, b_.mixed + (down ? down_at : 0)},
-                          {&layer.k, b_.mixed + k_at},
-                          {&layer.v, b_.mixed + v_at}},
+        multiply(worker, {{down ? &latent.query_down : &layer.q, b_.mixed + (down ? down_at : 0), q},
+                          {&layer.k, b_.mixed + k_at, in.of(&C::k)},
+                          {&layer.v, b_.mixed + v_at, in.of(&C::v)}},
                  b_.x, outputs, false);
         if (down) {
             const int rank = latent.query_down.outputs;
             const edgellm::Rows normed = edgellm::Rows::in(b_.attended, rows_, rank);
+            const Readers of_normed{&layer, rank, {&C::q}};
             every_row(
                 worker,
                 [&](int r) {
                     float* row = static_cast<float*>(edgellm::scratch(4 * size_t(rank)));
                     const float* x = b_.mixed + size_t(r) * outputs + down_at;
                     scaled_norm(x, {latent.query_norm, nullptr}, rank, latent.epsilon, row);
+                    b_.adapters.keep(r, row, 0, rank);
                     quantize_groups(row, 0, rank / edgellm::GROUP, normed, r, false);
                 },
-                weights(layer.q));
-            multiply(worker, {{&layer.q, b_.mixed}}, normed, outputs, false);
+                weights(layer.q), of_normed);
+            multiply(worker, {{&layer.q, b_.mixed, of_normed.of(&C::q)}}, normed, outputs, false);
         }
         const HeadRows keys(b_.attended, rows_, latent.key());
-        every_row(worker, [&](int r) {
+        const Readers by_key{&layer, latent.key(), {&C::key_up}, 0, heads.heads};
+        const auto enter_row = [&](int r) {
             const edgellm::Rope& rope = call_.ropes[layer.rope];
             const float* mixed = b_.mixed + size_t(r) * outputs;
             append_latent(kv_of(layer, span_of_[r]), rope, latent, layer.slot, position(r), mixed + k_at, mixed + v_at);
             for (int h = 0; h < heads.heads; ++h) {
                 const float* q = mixed + size_t(h) * (rotated + latent.key());
                 rotate(rope, q, rotated, position(r), b_.q + size_t(r) * heads.width() + h * heads.key_dim);
+                b_.adapters.keep(r, q + rotated, h * latent.key(), latent.key());
                 keys.quantize(q + rotated, h, r);
             }
-        });
-        multiply_heads(worker, latent.key_up, heads.heads, keys, b_.q + rotated, heads.key_dim);
+        };
+        every_row(worker, enter_row, {}, by_key);
+        multiply_heads(worker, latent.key_up, heads.heads, keys, b_.q + rotated, heads.key_dim, by_key.of(&C::key_up));
         attention(worker, layer, heads);
         const HeadRows seen(b_.attended, rows_, latent.rank());
-        every_row(worker, [&](int r) {
+        const Readers by_seen{&layer, latent.rank(), {&C::value_up}, 0, heads.heads};
+        const auto join_row = [&](int r) {
             float* out = static_cast<float*>(edgellm::scratch(4 * size_t(latent.rank())));
             for (int h = 0; h < heads.heads; ++h) {
                 join_head(layer, heads, r, h, out);
+                b_.adapters.keep(r, out, h * latent.rank(), latent.rank());
                 seen.quantize(out, h, r);
             }
-        });
-        multiply_heads(worker, latent.value_up, heads.heads, seen, b_.mixed, layer.o.inputs / heads.heads);
+        };
+        every_row(worker, join_row, {}, by_seen);
+        multiply_heads(worker, latent.value_up, heads.heads, seen, b_.mixed, layer.o.inputs / heads.heads,
+                       by_seen.of(&C::value_up));
         every_row(
             worker,
             [&](int r) {
                 const float* values = b_.mixed + size_t(r) * layer.o.inputs;
+                b_.adapters.keep(r, values, 0, layer.o.inputs);
                 quantize_groups(values, 0, layer.o.inputs / edgellm::GROUP, mixer_out(layer), r, false);
             },
-            weights(layer.o));
+            weights(layer.o), readers_behind(layer));
     }
 
     // Products of each head's rows with its own part of a matrix; heads lie `width` apart in a row of y.
     void multiply_heads(edgellm::Worker& worker, const edgellm::Linear& all, int heads, const HeadRows& x, float* y,
-                        int width) const {
+                        int width, const Changed& changed = {}) const {
         const int panels = all.count() / heads;
         const int run = panels_at_once(edgellm::expert_of(all, heads, 0), rows_, call_.threads);
         const int runs = (panels + run - 1) / run;
         worker.each(heads * runs, [&](int item) {
             const int head = item / runs, first = item % runs * run, end = std::min(panels, first + run);
-            multiply_panels(edgellm::expert_of(all, heads, head), first, end, x.of(head), rows_,
-                            y + size_t(head) * width + size_t(first) * edgellm::PANEL, size_t(heads) * width, false);
+            multiply_changed(edgellm::expert_of(all, heads, head), changed, b_.adapters, first, end, x.of(head), rows_,
+                             y + size_t(head) * width + size_t(first) * edgellm::PANEL, size_t(heads) * width, false,
+                             head);
         });
     }
 
@@ -324,16 +366,12 @@ private:
         const edgellm::Rows attended = mixer_out(layer);
         if (!layer.has_beside()) enter_layer(worker, l, layer.q);
         const int outputs = layer.mixed_outputs();
-        const Changed q{&layer, &edgellm::LayerChanges::q, 0}, k{&layer, &edgellm::LayerChanges::k, 1},
-            v{&layer, &edgellm::LayerChanges::v, 2}, gate{&layer, &edgellm::LayerChanges::q_gate, 3};
-        if (layer.output_gate.panels)
-            b_.adapters.shrink(worker, {q, k, v, gate}, model_.hidden);
-        else
-            b_.adapters.shrink(worker, {q, k, v}, model_.hidden);
-        multiply(worker, {{&layer.q, b_.mixed, q},
-                          {&layer.k, b_.mixed + layer.q.outputs, k},
-                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
-                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate},
+        using C = edgellm::LayerChanges;
+        const Readers in = readers_before(layer);
+        multiply(worker, {{&layer.q, b_.mixed, in.of(&C::q)},
+                          {&layer.k, b_.mixed + layer.q.outputs, in.of(&C::k)},
+                          {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, in.of(&C::v)},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), in.of(&C::q_gate)},
                           {&layer.laurel.left, b_.mixed + layer.laurel_at()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
@@ -352,7 +390,7 @@ private:
         if (layer.has_own_kv()) seal_blocks(worker, layer);
         attention(worker, layer, heads);
         every_row(
-            worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
+            worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o), readers_behind(layer));
     }
 
     // Seals the blocks that a row of a span is the first to read so.
@@ -393,14 +431,18 @@ private:
         for (int i = 0; i < hidden; i += LANES) store(x + i, (load(x + i) + load(added + i)) * splat(0.70710678f));
     }
 
-    // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
+    // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines. `readers`: what
+    // will read the rows that it keeps for adapters.
     template <typename Row>
-    void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {}) const {
+    void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {},
+                   const Readers& readers = {}) const {
         const int run = std::max(1, std::min(16, rows_ / (4 * call_.threads)));
         worker.each(
             (rows_ + run - 1) / run,
             [&](int item) {
-                for (int r = item * run; r < std::min(rows_, (item + 1) * run); ++r) row(r);
+                const int first = item * run, end = std::min(rows_, first + run);
+                for (int r = first; r < end; ++r) row(r);
+                b_.adapters.shrink(first, end, readers);
             },
             ahead);
     }
@@ -428,15 +470,13 @@ private:
             const int run = run_of(*p), first = item * run;
             const int end = std::min(p->linear->count(), first + run);
             float* y = p->y + size_t(first) * edgellm::PANEL;
-            multiply_panels(*p->linear, first, end, p->x ? *p->x : x, rows, y, step, add);
-            b_.adapters.expand(p->changed, first, end, y, step);
+            multiply_changed(*p->linear, p->changed, b_.adapters, first, end, p->x ? *p->x : x, rows, y, step, add);
         });
     }
 
     // What the residual adds, now or, where a norm comes before that, in `complete`.
     void add_product(edgellm::Worker& worker, const edgellm::Linear& linear, const Changed& changed,
                      const edgellm::Rows& x, const edgellm::Norm& post) const {
-        b_.adapters.shrink(worker, {changed}, linear.inputs);
         if (post.weight)
             multiply(worker, {{&linear, b_.branch, changed}}, x, model_.hidden, false);
         else
@@ -445,10 +485,9 @@ private:
 
     // The output projection of a layer's mixer, and the second product of what it adds beside attention.
     void multiply_out(edgellm::Worker& worker, const edgellm::Layer& layer) const {
-        const Changed o{&layer, &edgellm::LayerChanges::o};
+        const Changed o = readers_behind(layer).of(&edgellm::LayerChanges::o);
         if (!layer.has_laurel()) return add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
         const edgellm::Rows beside = laurel_rows(layer);
-        b_.adapters.shrink(worker, {o}, layer.o.inputs);
         multiply(worker, {{&layer.o, b_.branch, o}, {&layer.laurel.right, b_.laurel, {}, &beside}}, mixer_out(layer),
                  model_.hidden, false);
     }
@@ -653,13 +692,12 @@ private:
 
     void activate(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Rows& out) const {
         const int groups = layer.up.outputs / edgellm::GROUP, run = groups_at_once(layer);
-        const std::initializer_list<Changed> changed{{&layer, &edgellm::LayerChanges::gate, 0},
-                                                     {&layer, &edgellm::LayerChanges::up, 1}};
-        b_.adapters.shrink(worker, changed, model_.hidden);
-        Mlp mlp{layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation, &layer};
+        const Readers in = mlp_readers(layer);
+        Mlp mlp{layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation,
+                in.of(&edgellm::LayerChanges::gate), in.of(&edgellm::LayerChanges::up)};
         if (layer.cuts_off()) {
             const int outputs = layer.up.outputs;
-            multiply(worker, {{&layer.gate, b_.gates, *changed.begin()}}, b_.x, outputs, false);
+            multiply(worker, {{&layer.gate, b_.gates, mlp.changed_gate}}, b_.x, outputs, false);
             every_row(worker, [&](int r) {
                 b_.cutoffs[r] = cutoff_of(b_.gates + r * size_t(outputs), outputs, layer.cutoff);
             });
@@ -672,6 +710,10 @@ private:
         });
     }
 
+    Readers mlp_readers(const edgellm::Layer& layer) const {
+        return {&layer, model_.hidden, {&edgellm::LayerChanges::gate, &edgellm::LayerChanges::up}};
+    }
+
     void run_mlp(edgellm::Worker& worker, const edgellm::Layer& layer) const {
         const edgellm::Rows activated = edgellm::Rows::in(b_.activated, rows_, layer.up.outputs);
         every_row(
@@ -680,14 +722,16 @@ private:
                 complete_attention(r, layer);
                 normalize(layer.mlp_norm, r, false);
             },
-            weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
+            weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)), mlp_readers(layer));
         activate(worker, layer, activated);
-        add_product(worker, layer.down, {&layer, &edgellm::LayerChanges::down}, activated, layer.post_mlp_norm);
+        const Readers behind{&layer, layer.down.inputs, {&edgellm::LayerChanges::down}};
+        b_.adapters.shrink(worker, behind);
+        add_product(worker, layer.down, behind.of(&edgellm::LayerChanges::down), activated, layer.post_mlp_norm);
     }
 
     void run_experts(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
         const size_t hidden = model_.hidden;
-        every_row(worker, [&](int r) {
+        const auto enter_row = [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
             const float* x = b_.residual + r * hidden;
             if (layer.shared.experts_norm) return enter_beside(r, layer);
@@ -695,10 +739,12 @@ private:
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
                 std::memcpy(b_.experts.normed(r), x, 4 * hidden);
-            if (layer.shared.up.panels)
-                quantize_groups(b_.experts.normed(r), 0, model_.hidden / edgellm::GROUP, b_.x, r, false);
-        });
-        b_.experts.run(worker, model_, l, b_.x);
+            if (!layer.shared.up.panels) return;
+            b_.adapters.keep(r, b_.experts.normed(r), 0, model_.hidden);
+            quantize_groups(b_.experts.normed(r), 0, model_.hidden / edgellm::GROUP, b_.x, r, false);
+        };
+        every_row(worker, enter_row, {}, b_.experts.shared_readers(layer));
+        b_.experts.run(worker, model_, l, b_.x, b_.adapters);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
             if (layer.shared.post_norm) return join_beside(r, layer);

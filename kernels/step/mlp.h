@@ -26,7 +26,7 @@ struct Mlp {
     edgellm::Linear gate, up;            // gate without panels where there is none
     const float *gate_bias, *up_bias;    // of all outputs, or null
     int32_t activation;
-    const edgellm::Layer* layer = nullptr;  // whose gate and up adapters change; null: of experts, which none changes
+    Changed changed_gate{}, changed_up{};
     const float *gates = nullptr, *cutoffs = nullptr;  // [rows, outputs], what gate gave already; from which on they count
 };
 
@@ -82,8 +82,7 @@ inline void activate_groups(const Mlp& mlp, int first, int end, const edgellm::R
     float* gates = static_cast<float*>(edgellm::scratch(rows * width * 8));
     float* ups = gates + rows * width;
     const auto product = [&](const edgellm::Linear& linear, const float* bias, float* y, const Changed& changed) {
-        multiply_panels(linear, 2 * first, 2 * end, x, rows, y, width, false);
-        adapters.expand(changed, 2 * first, 2 * end, y, width);
+        multiply_changed(linear, changed, adapters, 2 * first, 2 * end, x, rows, y, width, false);
         for (int r = 0; bias && r < rows; ++r) add_to(y + r * width, bias + size_t(first) * edgellm::GROUP, width);
     };
     const bool has_gate = mlp.gate.panels != nullptr;  // read once: a store of a vector may change all else
@@ -93,8 +92,8 @@ inline void activate_groups(const Mlp& mlp, int first, int end, const edgellm::R
             exceed(mlp.gates + r * size_t(mlp.up.outputs) + size_t(first) * edgellm::GROUP, mlp.cutoffs[r], width,
                    gates + r * width);
     else if (has_gate)
-        product(mlp.gate, mlp.gate_bias, gates, {mlp.layer, &edgellm::LayerChanges::gate, 0});
-    product(mlp.up, mlp.up_bias, ups, {mlp.layer, &edgellm::LayerChanges::up, 1});
+        product(mlp.gate, mlp.gate_bias, gates, mlp.changed_gate);
+    product(mlp.up, mlp.up_bias, ups, mlp.changed_up);
     for (int r = 0; r < rows; ++r) {
         float *y = gates + r * width, *factor = ups + r * width;
         for (size_t i = 0; i < width; i += LANES) {

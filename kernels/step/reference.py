@@ -342,7 +342,7 @@ def _products(
     def product(x: Floats, name: str) -> Floats:
         exact, name = name in _FINE, name.removesuffix("_as_v")
         weight, by = np.split(matrices[prefix + name], parts)[part], changes.get(prefix + name)
-        added = 0.0 if by is None else change(x, by)
+        added = 0.0 if by is None else change(x, by, part)
         if rounded and not exact:
             return int8_linear(x.astype(np.float32), weight) + added
         return x @ weight.T.astype(np.float64) + added

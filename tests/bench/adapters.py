@@ -3,8 +3,8 @@
     python tests/bench/adapters.py MODEL.gguf [--sequences 8] [--rank 16] [--tokens 32]
 
 Random adapters of all linear layers, one for each sequence; as many sequences without; and all with
-the same one. They take turns; medians of `--rounds`. A prompt of 512 tokens with an adapter and
-without behind that.
+the same one. They take turns; medians of `--rounds`, and of the shares of each round, as other work
+may slow some rounds. A prompt of 512 tokens with an adapter and without behind that.
 """
 
 from __future__ import annotations
@@ -123,10 +123,10 @@ def main() -> None:
         for _ in range(chosen.rounds + 1):
             for kind, names in kinds.items():
                 seconds[kind].append(decode(llm, prompts, names, chosen.tokens))
-        base = statistics.median(seconds["none"][1:])
+        base = seconds["none"][1:]
         for kind, values in seconds.items():
             rate = count * chosen.tokens / statistics.median(values[1:])
-            share = base / statistics.median(values[1:])
+            share = statistics.median(a / b for a, b in zip(base, values[1:], strict=True))
             print(f"decode of {count}, {kind}: {rate:.1f} tokens/s, {share:.0%} of none")
         times: dict[str | None, list[float]] = {None: [], "0": []}
         for number in range(chosen.rounds + 1):

@@ -44,10 +44,6 @@ def pairs_of(
     return pairs
 
 
-def attention_only(name: str) -> bool:
-    return "attn" in name or "attention." in name
-
-
 def write_peft(folder: Path, pairs: Pairs, **changes: Any) -> Path:
     """A folder as PEFT saves it."""
     folder.mkdir(parents=True, exist_ok=True)

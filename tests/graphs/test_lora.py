@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 from tiny_adapters import (
     ALPHA,
     Pairs,
-    attention_only,
     merged,
     pairs_of,
     write_gguf_adapter,
@@ -24,7 +24,7 @@ from tiny_adapters import (
     write_peft,
 )
 from tiny_families import FAMILIES, make
-from tiny_gguf import FILES, convert
+from tiny_gguf import FILES, convert, qwen35
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
@@ -32,15 +32,12 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.lora import changes_of, open_adapter
 from edgellm.graphs.tensors import model_tensors
 
-MIXTURES = (
-    *("mixtral", "qwen3_moe", "qwen3_moe_mixed", "olmoe", "granitemoe"),
-    *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"),
-    *("granitemoehybrid_experts", "granitemoehybrid_mamba", "qwen3_next", "gemma4_experts"),
-)
-# No adapter changes their attention.
-LATENTS = ("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "glm4_moe_lite")
-# Folders of adapters of these are refused: factors of the model are in its config alone.
-NOT_READ = LATENTS + tuple(name for name in FAMILIES if name.startswith("falcon_h1"))
+# Whose GGUF files name another architecture than their folders.
+RENAMED = ("olmo3", "deepseek_v3", "glm4_moe_lite")
+# Parts of the names of modules that no adapter changes.
+OTHERS = (".experts.", "expert_gate", ".per_layer_", ".altup", ".laurel.")
+# The same in GGUF: heads of delta nets have another order, and other matrices are cut or renamed.
+NOT_IN_GGUF = (*OTHERS, ".linear_attn.", ".kv_b_proj", "shared_mlp.")
 
 
 def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> None:
@@ -54,7 +51,7 @@ def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> N
         difference = after.tensor(name).float32() - before.tensor(name).float32()
         by = layers[int(layer)].get(part)
         count += by is not None
-        found = np.zeros_like(difference) if by is None else by.b @ by.a
+        found = np.zeros(()) if by is None else (by.b @ by.a).reshape(difference.shape)
         np.testing.assert_allclose(found, difference, atol=2e-5, err_msg=name)
     assert count == changed
 
@@ -62,16 +59,14 @@ def assert_changes(adapter: Path, base: Path, whole: Path, *, changed: int) -> N
 def parts_of(config: ModelConfig, pairs: Pairs) -> int:
     """Linear layers that the adapter changes: those of a fused matrix count one by one."""
     fused = {"qkv_proj": 3, "gate_up_proj": 2, "input_linear": 2}
+    fused |= dict.fromkeys(("in_proj_qkvz", "in_proj_ba", "kv_a_proj_with_mqa", "kv_b_proj"), 2)
     if config.model_type.startswith(("qwen3_5", "qwen3_next")):
         fused["q_proj"] = 2  # and the gate of attention's outputs
     return sum(fused.get(name.rpartition(".")[2], 1) for name in pairs)
 
 
-def changeable(name: str) -> Callable[[str], bool]:
-    """Modules that an adapter can change: no experts, and no mixers with states."""
-    others = (".conv.", ".linear_attn.", ".mamba.", ".per_layer_", ".altup", ".laurel.")
-    wanted = attention_only if name in MIXTURES else lambda _: True
-    return lambda module: wanted(module) and not any(part in module for part in others)
+def changeable(others: tuple[str, ...] = OTHERS) -> Callable[[str], bool]:
+    return lambda module: not any(part in module for part in others)
 
 
 @pytest.fixture
@@ -80,33 +75,35 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_READ])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_folders_of_peft_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     base = tmp_path / "model"
     make(name, base)
-    pairs = pairs_of(base, only=changeable(name))
+    pairs = pairs_of(base, only=changeable())
     whole = merged(base, tmp_path / "merged", pairs, scale=ALPHA / 4)
     adapter = write_peft(tmp_path / "adapter", pairs)
     count = parts_of(open_checkpoint(base).config, pairs)
     assert_changes(adapter, base, whole, changed=count)
 
 
-def test_factors_that_an_adapter_does_not_know_are_not_taken_for_one(tmp_path: Path) -> None:
+def test_factors_that_a_model_does_not_tell_are_not_taken_for_one(tmp_path: Path) -> None:
+    """Of one in GGUF, or in a bundle that was made before they were kept."""
     make("falcon_h1", tmp_path / "model")
     pairs = pairs_of(tmp_path / "model", only=lambda name: ".k_proj" in name)
     adapter = open_adapter(write_peft(tmp_path / "adapter", pairs))
-    words = "settings of the model, which an adapter's file has not.*multiplier"
+    config = replace(open_checkpoint(tmp_path / "model").config, settings={})
+    words = "settings of the model's own folder, which an adapter's has not.*multiplier"
     with pytest.raises(ModelFormatError, match=words):
-        changes_of(adapter, open_checkpoint(tmp_path / "model").config)
+        changes_of(adapter, config)
 
 
-@pytest.mark.parametrize("name", sorted({*FILES} - {"olmo3", "mixtral", *LATENTS}))
+@pytest.mark.parametrize("name", sorted({*FILES} - {*RENAMED}))
 def test_gguf_adapters_change_what_merging_changes(tmp_path: Path, name: str) -> None:
     """Those of a folder's model too, whose rows of Q and K are in another order."""
     arch, keys, changes = FILES[name]
     base = tmp_path / "model"
     make(name, base, **changes)
-    pairs = pairs_of(base, only=changeable(name))
+    pairs = pairs_of(base, only=changeable(NOT_IN_GGUF))
     whole = merged(base, tmp_path / "merged", pairs, scale=ALPHA / 4)
     adapter = write_gguf_adapter(tmp_path / "adapter.gguf", base, pairs, arch)
     count = parts_of(open_checkpoint(base).config, pairs)
@@ -240,24 +237,36 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["q_a_proj", "kv_b_proj", "o_proj"])
-def test_attention_over_latents_is_refused(tmp_path: Path, part: str) -> None:
-    base = tmp_path / "model"
-    make("glm4_moe_lite", base)
-    pairs = pairs_of(base, only=lambda name: f".{part}" in name)
-    assert "which is a matrix of attention over latents;" in refused(
-        write_peft(tmp_path / "adapter", pairs), base
-    )
+def test_heads_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Those of delta nets: of a folder for a GGUF file, and the other way around."""
+    base, arch = tmp_path / "model", gguf.MODEL_ARCH.QWEN35
+    make("qwen3_5_text", base)
+    file = convert(base, tmp_path / "model.gguf", arch, qwen35)
+    pairs = pairs_of(base, only=lambda name: ".linear_attn.out_proj" in name)
+    adapters = write_peft(tmp_path / "peft", pairs), tmp_path / "adapter.gguf"
+    write_gguf_adapter(adapters[1], base, pairs, arch)
+    for adapter, model in (*zip(adapters, (file, base), strict=True), (adapters[1], file)):
+        assert "whose heads have another order in folders than in GGUF;" in refused(adapter, model)
 
 
-@pytest.mark.parametrize("part", ["in_proj", "out_proj"])
-def test_mixers_with_states_are_refused(tmp_path: Path, part: str) -> None:
-    base = tmp_path / "model"
-    make("lfm2", base)
-    pairs = pairs_of(base, only=lambda name: f".conv.{part}" in name)
-    assert "which is a matrix of a mixer with a state;" in refused(
-        write_peft(tmp_path / "adapter", pairs), base
-    )
+def test_matrices_of_heads_that_files_keep_apart_are_refused(tmp_path: Path) -> None:
+    base, (arch, _, changes) = tmp_path / "model", FILES["deepseek_v2"]
+    make("deepseek_v2", base, **changes)
+    pairs = pairs_of(base, only=lambda name: ".o_proj" in name)
+    adapter = write_gguf_adapter(tmp_path / "adapter.gguf", base, pairs, arch)
+    stored = open_adapter(adapter)
+    ((name, change), *_) = stored.changes.items()
+    moved = {name.replace("attn_output", "attn_k_b"): change}
+    with pytest.raises(UnsupportedModelError, match="each head of latents by itself;"):
+        changes_of(replace(stored, changes=moved), open_checkpoint(base).config)
+
+
+def test_an_adapter_of_other_latents_is_refused(tmp_path: Path) -> None:
+    base, other = tmp_path / "model", tmp_path / "other"
+    make("deepseek_v2", base)
+    make("deepseek_v2", other, kv_lora_rank=96)
+    pairs = pairs_of(other, only=lambda name: ".kv_b_proj" in name)
+    assert "for another model" in refused(write_peft(tmp_path / "adapter", pairs), base)
 
 
 def test_what_is_neither_attention_nor_mlp_is_refused(tmp_path: Path) -> None:

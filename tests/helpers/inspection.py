@@ -178,6 +178,11 @@ def results(answers: Sequence[Future[Any]]) -> list[Any]:
 # What a test has the engine do.
 
 
+def commands(llm: LLM) -> int:
+    """Commands that the engine's thread has not run."""
+    return len(llm.engine.thread._body.commands)
+
+
 class Pause:
     """The engine's thread, in the hands of a test."""
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from model_shapes import EXPERTS, PARTS, SHAPES, UNEVEN, Parts, Shape
-from random_model import Model, span_of
+from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, UNEVEN, Parts, Shape
+from random_model import Model, View, span_of
 
-from edgellm.kernels.kv_blocks import KVBlocks, allocate
 from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter
 from edgellm.kernels.lora.weights import rounded
-from edgellm.kernels.step import StepSpan, reference
+from edgellm.kernels.step import reference
 
 LAYERS = {
     "grouped queries": SHAPES[0],
@@ -25,7 +25,18 @@ LAYERS = {
     "uneven heads": UNEVEN["heads"],
     "experts": EXPERTS["every second layer"],
     "output gate": Shape(4, 2, 32, layers=2, parts=Parts(qk_norm="head", output_gate=True)),
+    "latents": LATENTS["latents"],
+    "a shared expert": EXPERTS["sigmoid and a shared expert"],
+    "an MLP beside experts": EXPERTS["an MLP beside experts"],
+    "short_conv": HYBRIDS["short_conv"],
+    "mamba2": HYBRIDS["mamba2 with groups"],
+    "mamba2 beside": HYBRIDS["mamba2 beside attention"],
+    "delta_net": HYBRIDS["delta_net"],
 }
+
+
+# Each head has an A of its own in the first one, and a B in the second.
+HEADS = ("key_up", "value_up")
 
 
 def changes_of(
@@ -40,10 +51,33 @@ def changes_of(
         if part not in parts or (of_experts and part in ("gate", "up", "down")):
             continue
         outputs, inputs = matrix.shape
-        a = rng.standard_normal((rank, inputs)).astype("f4") / np.sqrt(inputs).astype("f4")
-        b = rng.standard_normal((outputs, rank)).astype("f4")
+        shapes = (rank, inputs), (outputs, rank)
+        if part in HEADS:
+            heads = model.weights.layers[index].heads
+            shapes = (rank, inputs), (outputs // heads, rank)
+            shapes = tuple(
+                (heads, *x) if i == HEADS.index(part) else x for i, x in enumerate(shapes)
+            )
+        a = rng.standard_normal(shapes[0]).astype("f4") / np.sqrt(inputs).astype("f4")
+        b = rng.standard_normal(shapes[1]).astype("f4")
         changes[name] = LowRank(a, size * 3 * b / np.sqrt(rank).astype("f4"))
     return changes
+
+
+# Shapes that have all linear layers that an adapter may change.
+ONE_BY_ONE = {
+    "output gate": Shape(4, 2, 32, layers=2, parts=Parts(output_gate=True)),
+    "latents": LATENTS["latents"],
+    "a shared expert": EXPERTS["a shared expert by its share"],
+    "short_conv": HYBRIDS["short_conv"],
+    "mamba2 beside": replace(HYBRIDS["mamba2 beside attention"], layers=1),
+    "delta_net": HYBRIDS["delta_net"],
+}
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return Model(ONE_BY_ONE[name])
 
 
 def packed(model: Model, changes: dict[str, LowRank]) -> AdapterWeights:
@@ -88,7 +122,9 @@ def reference_of(name: str, rank: int) -> tuple[Model, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"), list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5, 12), strict=True)), ids=str
+    ("name", "rank"),
+    list(zip(LAYERS, (1, 8, 6, 16, 64, 3, 5, 12, 9, 4, 2, 8, 7, 16, 6), strict=True)),
+    ids=str,
 )
 @pytest.mark.usefixtures("poisoned")
 def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> None:
@@ -107,9 +143,13 @@ def test_matches_the_reference(compiled: ctypes.CDLL, name: str, rank: int) -> N
 
 def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes.CDLL) -> None:
     """One at a time, so that none stands in for another."""
-    model = Model(Shape(4, 2, 32, layers=2, parts=Parts(output_gate=True)))
-    for part in CHANGED:
+    seen = set()
+    for name, part in itertools.product(ONE_BY_ONE, CHANGED):
+        model = model_of(name)
         changes = changes_of(model, 4, parts=(part,), size=1.0)
+        if not changes:
+            continue
+        seen.add(part)
         expected, _ = reference.forward(
             model.weights,
             model.floats,
@@ -121,7 +161,8 @@ def test_each_linear_layer_is_changed_by_its_own_matrices(native_library: ctypes
         states, _ = run(native_library, model, packed(model, changes), [9])
         plain, _ = run(native_library, model, None, [9])
         near, far = (np.abs(found - expected).mean() for found in (states, plain))
-        assert near < 0.1 * far, part
+        assert near < 0.1 * far, (name, part)
+    assert seen == {*CHANGED}
 
 
 @pytest.mark.parametrize(
@@ -138,58 +179,48 @@ def test_cuts_and_threads_make_no_difference(compiled: ctypes.CDLL, name: str, f
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["grouped queries", "everything", "experts"])
+@pytest.mark.parametrize("name", [*LAYERS])
 @pytest.mark.usefixtures("poisoned")
 def test_rows_of_several_adapters_are_as_alone(compiled: ctypes.CDLL, name: str) -> None:
     """Also rows of none, which have the bits of a step without adapters."""
     model = Model(LAYERS[name])
+    same = packed(model, changes_of(model, 16))
     adapters = [
-        packed(model, changes_of(model, 16)),
+        same,
+        same,
         None,
-        packed(model, changes_of(model, 3, parts=("q", "v"))),
-        packed(model, changes_of(model, 40, parts=("o", "down", "up"))),
+        packed(model, changes_of(model, 3, parts=("q", "v", "conv_in", "delta_z", "value_up"))),
+        packed(model, changes_of(model, 40, parts=("o", "up", "shared_down", "mamba_o", "k"))),
         None,
     ]
-    counts = (1, 7, 30, 1, 2)
+    counts = (1, 1, 7, 30, 1, 2)
 
-    def pools() -> list[KVBlocks]:
-        return [
-            allocate(
-                format="int8",
-                blocks=len(counts),
-                layers=[layer.pool for layer in model.weights.layers].count(pool),
-                kv_heads=model.weights.layers[0].kv_heads,
-                head_dim=model.weights.layers[0].head_dim,
+    def step(chosen: list[int], threads: int, *, plain: bool = False) -> list[np.ndarray]:
+        pools = model.pools("int8", blocks=len(counts))
+        spans = [
+            replace(
+                span_of(
+                    [View(blocks, [i]) for blocks in pools],
+                    model.tokens[9 * i : 9 * i + counts[i]],
+                    0,
+                    logit_rows=1,
+                ),
+                adapter=None if plain else adapters[i],
             )
-            for pool in range(1 + max(layer.pool for layer in model.weights.layers))
+            for i in chosen
         ]
-
-    spans = [
-        StepSpan(
-            tables=[[i]] * (1 + max(layer.pool for layer in model.weights.layers)),
-            tokens=model.tokens[9 * i : 9 * i + count],
-            start=0,
-            logit_rows=1,
-            adapter=adapter,
-        )
-        for i, (count, adapter) in enumerate(zip(counts, adapters, strict=True))
-    ]
-
-    def step(spans: list[StepSpan], threads: int) -> tuple[np.ndarray, np.ndarray]:
-        made = pools()
-        built = model.step(compiled, [_View(blocks) for blocks in made])  # type: ignore[list-item]
+        built = model.step(compiled, [View(blocks, []) for blocks in pools])
         found = built.run(spans, threads=threads)
         assert found is not None
-        return found
+        return list(found)
 
-    together = step(spans, 3)
-    alone = [step([span], 1) for span in spans]
+    every = range(len(counts))
+    together, alone = step([*every], 3), [step([i], 1) for i in every]
     for ours, theirs in zip(together, zip(*alone, strict=True), strict=True):
         np.testing.assert_array_equal(ours, np.concatenate(theirs))
-    plain = [step([replace(span, adapter=None)], 1) for span in spans]
-    for span, with_it, without in zip(spans, alone, plain, strict=True):
-        same = np.array_equal(with_it[1], without[1])
-        assert same == (span.adapter is None)
+    for i, with_it in enumerate(alone):
+        without = step([i], 1, plain=True)
+        assert np.array_equal(with_it[1], without[1]) == (adapters[i] is None)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -217,11 +248,6 @@ def test_rows_before_an_adapter_begins_are_the_models(compiled: ctypes.CDLL) -> 
             for ours, theirs in zip(step(cuts, threads), expected, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(step([(0, 30, 30)], 1)[1], expected[1])
-
-
-class _View:
-    def __init__(self, blocks: KVBlocks) -> None:
-        self.blocks = blocks
 
 
 def test_an_adapter_of_another_model_is_refused(native_library: ctypes.CDLL) -> None:
@@ -257,7 +283,7 @@ def test_matrices_that_do_not_fit_are_refused() -> None:
     def change(rank: int, of_b: int, outputs: int, inputs: int) -> LowRank:
         return LowRank(np.ones((rank, inputs), "f4"), np.ones((outputs, of_b), "f4"))
 
-    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 24, 64)):
+    for wrong in (change(2, 3, 32, 64), change(0, 0, 32, 64), change(2, 2, 32, 48)):
         with pytest.raises(ValueError, match="needed are one rank"):
             pack_adapter([{"q": wrong}])
     with pytest.raises(ValueError, match="an adapter of router"):

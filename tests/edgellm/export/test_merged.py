@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from random_checkpoint import exact
 from tiny_adapters import ALPHA, merged, pairs_of, write_peft
+from tiny_families import make
 
 from edgellm.errors import ModelFormatError, OptionError
 from edgellm.export import export
@@ -36,6 +37,18 @@ def test_weights_are_sums(tiny_model: Path, tmp_path: Path) -> None:
             found.tensor(name).float32(), expected.tensor(name).float32(), atol=2e-5, err_msg=name
         )
     np.testing.assert_allclose(exact(found, TOKENS)[1], exact(expected, TOKENS)[1], atol=1e-3)
+
+
+def test_heads_of_latents_are_sums(tmp_path: Path) -> None:
+    make("glm4_moe_lite", tmp_path / "model")
+    pairs = pairs_of(tmp_path / "model", only=lambda name: ".self_attn." in name)
+    whole = open_checkpoint(merged(tmp_path / "model", tmp_path / "all", pairs, scale=ALPHA / 4))
+    adapter = write_peft(tmp_path / "adapter", pairs)
+    found = MergedCheckpoint(open_checkpoint(tmp_path / "model"), [(adapter, 1.0)])
+    for name in model_tensors(whole.config):
+        np.testing.assert_allclose(
+            found.tensor(name).float32(), whole.tensor(name).float32(), atol=2e-5, err_msg=name
+        )
 
 
 PARTS: list[tuple[int, Any]] = [(0, lambda _: True), (1, lambda name: "q_proj" in name)]
