@@ -40,22 +40,22 @@ public:
         for (int d = 0; d < width_; d += LANES) {
             const int count = std::min(LANES, width_ - d);
             const Vec by = load_some(factor + d, count), plus = load_some(added + d, count);
-            unrolled<R>([&](int r) {
+            unrolled<R>([&](int r) EDGELLM_INLINED {
                 const Vec value = load_some(q + size_t(r) * width_ + d, count);
                 store(x[r] + d, value * by);
                 largest[r] = larger(size_bits(value * by), largest[r]);
                 sum[r] += value * plus;
             });
         }
-        unrolled<R>([&](int r) {
+        unrolled<R>([&](int r) EDGELLM_INLINED {
             const float top = finite_or_nan(max_of(largest[r]));
             shift[r] = sum_of(sum[r]);
             scale_[r] = top * (1.0f / (127 * FINE_STEPS));
-            inverse[r] = splat(scale_[r] > 0 ? 1 / scale_[r] : 0);
+            inverse[r] = splat(scale_[r] > FLT_MIN ? 1 / scale_[r] : 0);  // that of a subnormal one is infinite
         });
         for (int d = 0; d < width_; d += LANES) {
             const int count = std::min(LANES, width_ - d);
-            unrolled<R>([&](int r) {
+            unrolled<R>([&](int r) EDGELLM_INLINED {
                 const Vec whole = nearest(load(x[r] + d) * inverse[r]);
                 const Vec coarse = nearest(whole * splat(1.0f / FINE_STEPS));
                 const IVec code = __builtin_convertvector(coarse, IVec);
@@ -79,24 +79,24 @@ public:
             const uint8_t* keys = panels + edgellm::KV::key_place(j, 0, width_ / 2);
             for (size_t d = 0; d < half; d += 4, keys += 4 * edgellm::KEYS) {
                 Bytes low[COLUMNS], high[COLUMNS];
-                unrolled<COLUMNS>([&](int c) {
+                unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
                     const uint8_t* both = keys + c * LANES * half;
                     if (AHEAD) fetch(both + to_next);
                     low[c] = low_halves(load_bytes(both));
                     high[c] = high_halves(load_bytes(both));
                 });
-                unrolled<R>([&](int r) {
+                unrolled<R>([&](int r) EDGELLM_INLINED {
                     const size_t at = r * size_t(width_) + d;
                     const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
                     const Bytes x2 = splat_quad(codes_ + at + half), y2 = splat_quad(fine_ + at + half);
-                    unrolled<COLUMNS>([&](int c) {
+                    unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
                         sum[r][c] = dot(dot(sum[r][c], low[c], x), high[c], x2);
                         rest[r][c] = dot(dot(rest[r][c], low[c], y), high[c], y2);
                     });
                 });
             }
-            unrolled<R>([&](int r) {
-                unrolled<COLUMNS>([&](int c) {
+            unrolled<R>([&](int r) EDGELLM_INLINED {
+                unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
                     const IVec whole = 2 * (sum[r][c] * FINE_STEPS + rest[r][c]) + start_[r];
                     float* out = scores + r * edgellm::BLOCK + j + c * LANES;
                     store(out, to_float(whole) * splat(scale_[r]) + splat(shift[r]));
@@ -414,45 +414,49 @@ public:
         constexpr int WIDE = LANES == 16 && R < 4 ? 2 : 1;  // as many as there are registers for
         int d = 0;
         for (; d + WIDE * LANES <= head_dim_ / 2; d += WIDE * LANES)
-            add_columns4<R, WIDE, AHEAD>(tile, d, w_scale, start);
-        for (; d < head_dim_ / 2; d += LANES) add_columns4<R, 1, AHEAD>(tile, d, w_scale, start);
+            add_columns4<R, WIDE, false, AHEAD>(tile, d, w_scale, start);
+        for (; d + LANES <= head_dim_ / 2; d += LANES) add_columns4<R, 1, false, AHEAD>(tile, d, w_scale, start);
+        if (d < head_dim_ / 2) add_columns4<R, 1, true, AHEAD>(tile, d, w_scale, start);
     }
 
 private:
     // Columns from d on, and those half a head behind them, which the other halves of the bytes have.
-    template <int R, int C, bool AHEAD>
+    template <int R, int C, bool PART, bool AHEAD>
     void add_columns4(TileState& tile, int d, const float* w_scale, const int32_t* start) {
-        const int half = head_dim_ / 2, step = padded(head_dim_), count = std::min(LANES, half - d);
+        const int half = head_dim_ / 2, step = padded(head_dim_), count = PART ? half - d : LANES;
         IVec high[R][2 * C] = {}, low[R][2 * C] = {};
         const uint8_t* from = values4_ + 4 * d;
         const int8_t *high_codes = high_, *low_codes = low_;
         for (int quad = 0; quad < edgellm::BLOCK / 4; ++quad, from += 4 * half, high_codes += 4, low_codes += 4) {
             Bytes value[2 * C];
-            unrolled<C>([&](int c) {
+            unrolled<C>([&](int c) EDGELLM_INLINED {
                 if (AHEAD) fetch(from + 4 * c * LANES + packed_to_next_);
                 Bytes both = {};
-                if (count == LANES)
-                    both = load_bytes(from + 4 * c * LANES);
-                else
+                if (PART)
                     std::memcpy(&both, from, 4 * size_t(count));
+                else
+                    both = load_bytes(from + 4 * c * LANES);
                 value[2 * c] = low_halves(both);
                 value[2 * c + 1] = high_halves(both);
             });
-            unrolled<R>([&](int r) {
+            unrolled<R>([&](int r) EDGELLM_INLINED {
                 const Bytes x = splat_quad(high_codes + r * edgellm::BLOCK);
                 const Bytes y = splat_quad(low_codes + r * edgellm::BLOCK);
-                unrolled<2 * C>([&](int c) {
+                unrolled<2 * C>([&](int c) EDGELLM_INLINED {
                     high[r][c] = dot(high[r][c], value[c], x);
                     low[r][c] = dot(low[r][c], value[c], y);
                 });
             });
         }
-        unrolled<R>([&](int r) {
-            unrolled<2 * C>([&](int c) {
+        unrolled<R>([&](int r) EDGELLM_INLINED {
+            unrolled<2 * C>([&](int c) EDGELLM_INLINED {
                 float* out = tile.values + size_t(r) * step + d + c % 2 * half + c / 2 * LANES;
                 const Vec sum = to_float(2 * ((high[r][c] << 7) + low[r][c]) + start[r]);
                 const Vec all = load_some(out, count) * splat(tile.shrink[r]) + sum * splat(w_scale[r]);
-                std::memcpy(out, &all, 4 * size_t(count));
+                if (PART)
+                    std::memcpy(out, &all, 4 * size_t(count));
+                else
+                    store(out, all);
             });
         });
     }
