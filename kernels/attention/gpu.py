@@ -32,7 +32,7 @@ from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
-from edgellm.kernels.linear.gpu_rows import CodedRows, store_rows
+from edgellm.kernels.linear.gpu_rows import CodedRows, row_pointers, store_part
 from edgellm.kernels.quantized import GROUP
 
 
@@ -292,23 +292,9 @@ def combine_kernel(
     if GATED:
         gate = tl.load(gate_ptr + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         total /= 1.0 + tl.exp(-gate)
-    if CODED:
-        EACH: tl.constexpr = WIDTH // 32
-        number = tl.arange(0, EACH)
-        store_rows(
-            tl.reshape(tl.where(d < HEAD_DIM, total, 0.0), [EACH, 32]),
-            token.to(tl.int32) + 0 * number,
-            head.to(tl.int32) * (HEAD_DIM // 32) + number,
-            number < HEAD_DIM // 32,
-            heads * (HEAD_DIM // 32),
-            codes_ptr,
-            codes_ptr,
-            scale_ptr,
-            shift_ptr,
-            False,
-        )
-    else:
-        tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+    ptrs = out_ptr, codes_ptr, scale_ptr, shift_ptr
+    at, size = head.to(tl.int32) * HEAD_DIM, heads * HEAD_DIM
+    store_part(total, token.to(tl.int32), at, HEAD_DIM, size, ptrs, CODED)
 
 
 def attend(
@@ -380,10 +366,7 @@ def attend(
         partials.weight,
         out if sinks is None else sinks,
         out if gate is None else gate,
-        out,
-        out if coded is None else coded.codes,
-        out if coded is None else coded.scale,
-        out if coded is None else coded.shift,
+        *row_pointers(out, coded),
         work.rows,
         heads,
         HEAD_DIM=head_dim,

@@ -96,6 +96,47 @@ def store_rows(
 
 
 @triton.jit
+def store_part(
+    x: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    size: tl.tensor,
+    ptrs: tl.tensor,
+    CODED: tl.constexpr,
+) -> None:
+    """Write the first `count` of some numbers to a row of `size`, from its number `first` on.
+
+    Args:
+        ptrs: what `row_pointers` returns.
+        CODED: whether they are written as codes, groups of 32 as a whole, or as floats.
+    """
+    out_ptr, codes_ptr, scale_ptr, shift_ptr = ptrs
+    if CODED:
+        number = tl.arange(0, x.numel // 32)
+        store_rows(
+            tl.reshape(x, [x.numel // 32, 32]),
+            row + 0 * number,
+            first // 32 + number,
+            number < count // 32,
+            size // 32,
+            codes_ptr,
+            codes_ptr,
+            scale_ptr,
+            shift_ptr,
+            False,
+        )
+    else:
+        i = tl.arange(0, x.numel)
+        tl.store(out_ptr + row * size + first + i, x, mask=i < count)
+
+
+def row_pointers(out: torch.Tensor, coded: CodedRows | None) -> list[torch.Tensor]:
+    """Return where `store_part` writes; without codes kernels need pointers for them, too."""
+    return [out] * 4 if coded is None else [out, coded.codes, coded.scale, coded.shift]
+
+
+@triton.jit
 def store_inputs(
     x: tl.tensor,
     row: tl.tensor,

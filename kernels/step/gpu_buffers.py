@@ -12,6 +12,7 @@ from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts.gpu import ExpertBuffers, ExpertSizes
 from edgellm.kernels.linear.gpu import FEW_ROWS, Rows
 from edgellm.kernels.linear.gpu_rows import CodedRows
+from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.step.weights import LayerWeights, StateMixer
 
 
@@ -53,8 +54,8 @@ class Buffers:
         layer = next(each for each in layers if each.mixer is None)
         sizes = [each for each in map(expert_sizes, layers) if each is not None]
         hidden, width = layer.up.inputs, max(each.o.inputs for each in layers)
-        mixers = [each.mixer for each in layers if each.mixer is not None]
-        nets = (mixer for mixer in mixers if isinstance(mixer, DeltaNetWeights))
+        besides = [each.beside for each in layers if each.beside is not None]
+        mixers = [*besides, *(each.mixer for each in layers if each.mixer is not None)]
         gates = (each.q_gate.outputs for each in layers if each.q_gate is not None)
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
         alone = (each.up if each.routing is None else each.shared_up for each in layers)
@@ -63,7 +64,7 @@ class Buffers:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        inputs = max(hidden, intermediate, width)
+        inputs = max([hidden, intermediate, width, *(each.size for each in besides)])
         return cls(
             x=empty(rows, hidden),
             qkv=empty(rows, heads + 2 * kv_heads, head_dim),
@@ -73,7 +74,7 @@ class Buffers:
             states=empty(rows, hidden),
             projected=empty(rows * max([0, *gates, *map(_projected, mixers)])),
             mixed=empty(rows * max((mixer.size for mixer in mixers), default=0)),
-            convolved=empty(rows * max((net.channels for net in nets), default=0)),
+            convolved=empty(rows * max(map(_convolved, mixers), default=0)),
             rows=Rows.empty(rows, inputs, device),
             residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
             inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
@@ -103,6 +104,13 @@ def some(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:
 def _projected(mixer: StateMixer) -> int:
     """Return the width of what a mixer's projections give."""
     return sum(each.outputs for each in mixer.linears)
+
+
+def _convolved(mixer: StateMixer) -> int:
+    """Return the channels of a convolution before the states."""
+    if isinstance(mixer, Mamba2Weights):
+        return mixer.vectors.channels
+    return mixer.channels if isinstance(mixer, DeltaNetWeights) else 0
 
 
 def expert_sizes(layer: LayerWeights) -> ExpertSizes | None:

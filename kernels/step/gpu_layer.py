@@ -3,7 +3,7 @@
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
-first four, a delta net six.
+first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from edgellm.kernels.linear.gpu import (
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
 from edgellm.kernels.linear.packed import PackedWeights
+from edgellm.kernels.mamba2.gpu import DeviceMamba2
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.gpu import Convolution
@@ -72,6 +73,20 @@ class DeviceMlp:
     down_bias: torch.Tensor | None = None
 
 
+class DeviceBeside(NamedTuple):
+    """Mixer with states beside attention; see `LayerWeights`.
+
+    Attributes:
+        projection, o: what it reads is made by, and what it gives goes through.
+        slot: index of the layer among the layers of the pool of its states.
+    """
+
+    mixer: DeviceMamba2
+    projection: DevicePackedWeights
+    o: DevicePackedWeights
+    slot: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayer:
     """Layer with its weights in device memory, ready to `run`; see `LayerWeights`.
@@ -83,6 +98,7 @@ class DeviceLayer:
         projections: those to Q, K and V, or to what the mixer reads; neighbours are stacked where
             that is possible.
         mixer: mixer in place of attention, or None.
+        beside: mixer that reads the same rows as attention, or None.
     """
 
     slot: int
@@ -91,7 +107,8 @@ class DeviceLayer:
     rope: DeviceRope
     attention_norm: DeviceNorm | None
     projections: Sequence[Projection]
-    mixer: Convolution | DeviceDeltaNet | None
+    mixer: Convolution | DeviceDeltaNet | DeviceMamba2 | None
+    beside: DeviceBeside | None
     q_gate: DevicePackedWeights | None
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
@@ -131,6 +148,7 @@ class DeviceLayer:
             attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
             projections=_projections(layer, device),
             mixer=None if mixer is None else _device_mixer(mixer, weights.epsilon, device),
+            beside=_beside(weights, index, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
             qkv_bias=None if mixer is not None else vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
@@ -176,10 +194,14 @@ class DeviceLayer:
         few = len(buffers.x) <= FEW_ROWS
         if self.mixer is None:
             mixed = buffers.attended.view(len(buffers.x), -1)
-            attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
+            attended = self._attend(buffers, places[self.host.pool], states, work, ready=ready)
         else:
             mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
-            attended = self._mix(buffers, self.mixer, states[self.host.pool], mixed, ready=ready)
+            width = sum(weight.outputs for weight, _ in self.projections)
+            inputs = some(buffers.projected, len(buffers.x), width)
+            self._project(buffers, inputs, ready=ready)
+            of = states[self.host.pool]
+            attended = _mix(buffers, self.mixer, inputs, of, self.slot, mixed)
         then = _next(self.mlp_norm, buffers) if few else None
         ready = self._add(
             mixed,
@@ -208,15 +230,30 @@ class DeviceLayer:
         )
 
     def _attend(
-        self, buffers: Buffers, place: Place, work: Work, *, ready: bool
+        self,
+        buffers: Buffers,
+        place: Place,
+        states: Mapping[int, DeviceStateRows],
+        work: Work,
+        *,
+        ready: bool,
     ) -> CodedRows | None:
-        """Compute attention; return the results if they are codes."""
+        """Compute attention, and add the mixer beside it; return the results if they are codes."""
         qkv = buffers.qkv.view(len(buffers.x), -1)
         product = self._project(buffers, qkv, ready=ready)
+        if self.beside is not None:
+            # what it adds to the residual is no input of the gate
+            mixer, projection, o, slot = self.beside
+            inputs = some(buffers.projected, len(qkv), projection.outputs)
+            product(projection, inputs)
+            mixed = some(buffers.mixed, len(qkv), o.inputs)
+            coded = _mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
         gate = None
         if self.q_gate is not None:
             gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
             product(self.q_gate, gate)
+        if self.beside is not None:
+            linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
         append_rotated(
             place.blocks,
             place.tables,
@@ -245,28 +282,6 @@ class DeviceLayer:
             gate=gate,
             coded=coded,
         )
-        return coded
-
-    def _mix(
-        self,
-        buffers: Buffers,
-        mixer: Convolution | DeviceDeltaNet,
-        states: DeviceStateRows,
-        out: torch.Tensor,
-        *,
-        ready: bool,
-    ) -> CodedRows | None:
-        """Compute a mixer with states; return the results if they are codes."""
-        rows = len(buffers.x)
-        width = sum(weight.outputs for weight, _ in self.projections)
-        inputs = some(buffers.projected, rows, width)
-        self._project(buffers, inputs, ready=ready)
-        coded = buffers.inner if rows <= FEW_ROWS else None
-        if isinstance(mixer, Convolution):
-            mixer.run(inputs, states, self.slot, out, coded)
-        else:
-            room = some(buffers.convolved, rows, mixer.rule.channels)
-            mixer.run(inputs, states, self.slot, room, out, coded)
         return coded
 
     def _project(
@@ -397,12 +412,44 @@ class DeviceLayer:
         return after is not None
 
 
-def _device_mixer(mixer: StateMixer, epsilon: float, device: str) -> Convolution | DeviceDeltaNet:
+def _mix(
+    buffers: Buffers,
+    mixer: Convolution | DeviceDeltaNet | DeviceMamba2,
+    inputs: torch.Tensor,
+    states: DeviceStateRows,
+    slot: int,
+    out: torch.Tensor,
+) -> CodedRows | None:
+    """Compute a mixer with states; return the results if they are codes."""
+    coded = buffers.inner if len(inputs) <= FEW_ROWS and mixer.takes_codes else None
+    if isinstance(mixer, Convolution):
+        mixer.run(inputs, states, slot, out, coded)
+    else:
+        room = some(buffers.convolved, len(inputs), mixer.channels)
+        mixer.run(inputs, states, slot, room, out, coded)
+    return coded
+
+
+def _device_mixer(
+    mixer: StateMixer, epsilon: float, device: str
+) -> Convolution | DeviceDeltaNet | DeviceMamba2:
     if isinstance(mixer, ShortConvWeights):
         return Convolution(filters=on_device(mixer.filters, device), products=True)
     if isinstance(mixer, DeltaNetWeights):
         return DeviceDeltaNet.of(mixer, epsilon, device)
-    raise ValueError("a layer with Mamba-2, which Triton kernels do not compute")
+    return DeviceMamba2.of(mixer.vectors, device)
+
+
+def _beside(weights: Weights, index: int, device: str) -> DeviceBeside | None:
+    layer = weights.layers[index]
+    if layer.beside is None or layer.mamba_o is None:
+        return None
+    return DeviceBeside(
+        DeviceMamba2.of(layer.beside.vectors, device),
+        DevicePackedWeights.of(layer.beside.mamba_in, device),
+        DevicePackedWeights.of(layer.mamba_o, device),
+        weights.beside_slots[index],
+    )
 
 
 def _projections(layer: LayerWeights, device: str) -> list[Projection]:

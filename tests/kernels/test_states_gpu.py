@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 import test_delta_net  # noqa: E402
+import test_mamba2  # noqa: E402
 import test_short_conv  # noqa: E402
 from gpu_steps import step_on  # noqa: E402
 from model_shapes import HYBRIDS  # noqa: E402
@@ -22,13 +23,14 @@ from random_model import Model, span_of  # noqa: E402
 from edgellm.kernels.delta_net import reference as delta_net  # noqa: E402
 from edgellm.kernels.delta_net.gpu import DeviceDeltaNet  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows, DeviceStates  # noqa: E402
+from edgellm.kernels.mamba2 import reference as mamba2  # noqa: E402
+from edgellm.kernels.mamba2.gpu import DeviceMamba2  # noqa: E402
 from edgellm.kernels.short_conv import reference as short_conv  # noqa: E402
 from edgellm.kernels.short_conv.gpu import Convolution  # noqa: E402
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states  # noqa: E402
 
 Floats = np.ndarray
 BLOCKS, LAYER = 9, 1
-MIXERS = [name for name in HYBRIDS if not name.startswith("mamba2")]
 # What a span reads, and where it writes after how many rows.
 Way = tuple[int | None, tuple[tuple[int, int], ...]]
 
@@ -106,9 +108,24 @@ def net_op(shape: tuple[int, int, int, int, int, bool], device: str) -> Op:
     return Op(weights.inputs, weights.size, weights.state_size, launch, expected)
 
 
+def mamba_op(sizes: tuple[int, ...], device: str) -> Op:
+    vectors = test_mamba2.vectors_of(sizes)
+    op = DeviceMamba2.of(vectors, device)
+
+    def launch(rows: torch.Tensor, states: DeviceStateRows, out: torch.Tensor) -> None:
+        room = torch.full((len(rows), vectors.channels), torch.nan, device=device)
+        op.run(rows, states, LAYER, room, out)
+
+    def expected(rows: Floats) -> Floats:
+        return mamba2.mix(rows, vectors, mamba2.State.zero(vectors))[0]
+
+    return Op(vectors.inputs, vectors.inner, vectors.state_size, launch, expected)
+
+
 OPS = [
     *((conv_op, sizes) for sizes in test_short_conv.SIZES),
     *((net_op, shape) for shape in test_delta_net.SHAPES[2:]),
+    *((mamba_op, sizes) for sizes in test_mamba2.SIZES),
 ]
 
 
@@ -173,7 +190,7 @@ def test_rates_that_forget_nearly_nothing(triton_device: str) -> None:
         np.testing.assert_allclose(kept, np.exp(-power), rtol=2e-7 * max(1, power), atol=1e-37)
 
 
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_hybrids_match_reference(triton_device: str, name: str) -> None:
     """One token, some, and more than take codes; then one again."""
@@ -234,9 +251,3 @@ def test_states_that_are_not_there_are_refused(triton_device: str) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             step.run([replace(span, states=states)])
-
-
-def test_mamba_2_is_refused(triton_device: str) -> None:
-    model = Model(HYBRIDS["mamba2"])
-    with pytest.raises(ValueError, match="Mamba-2, which Triton kernels do not compute"):
-        step_on(model, model.views("f32"), triton_device)
