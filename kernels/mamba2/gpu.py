@@ -172,7 +172,8 @@ def scan_kernel(
     from_ptr = state_ptr + (source.to(tl.int64) * layers + layer) * elements
     s = tl.load(from_ptr + at, mask=before[:, None], other=0.0)
     tl.debug_barrier()  # the block may be the first that is written
-    decay, bias, skip = (tl.load(ptr + head) for ptr in (decay_ptr, bias_ptr, skip_ptr))
+    decay, bias = tl.load(decay_ptr + head), tl.load(bias_ptr + head)
+    skip = tl.load(skip_ptr + head)
     step_ptr = in_ptr + inner + channels + head
     b_ptr = mixed_ptr + inner + head // sharing * STATE_DIM + i
     c_ptr = b_ptr + (channels - inner) // 2

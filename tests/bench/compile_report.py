@@ -42,6 +42,7 @@ from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
+from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -83,6 +84,7 @@ class Shape:
         shared: outputs of the shared expert's up; 0: there is none.
         share: whether the shared expert has a share.
         mixer: mixer of every second layer, beside gated attention; None: all attend.
+        beside: whether that mixer, a Mamba-2, is beside attention in its layers.
     """
 
     hidden: int
@@ -101,7 +103,8 @@ class Shape:
     routing: Routing | None = None
     shared: int = 0
     share: bool = False
-    mixer: Literal["short_conv", "delta_net"] | None = None
+    mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
+    beside: bool = False
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -155,6 +158,8 @@ SHAPES = {
     ),
     "LFM2-1.2B": Shape(2048, 8192, 32, 8, 64, head_norms="each", mixer="short_conv"),
     "Qwen3.5-0.8B": Shape(1024, 3584, 8, 2, 256, head_norms="each", mixer="delta_net"),
+    "Granite-4.0-H-1B": Shape(1536, 4096, 12, 4, 128, mixer="mamba2"),
+    "Falcon-H1-1.5B": Shape(2048, 4096, 8, 2, 128, mixer="mamba2", beside=True),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
 
@@ -414,7 +419,7 @@ def _step(
         head_dim=shape.head_dim,
     )
     pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
-    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
         pools.append(DeviceStates.like(states, "cpu"))
@@ -432,6 +437,13 @@ def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> Lay
     if shape.mixer == "short_conv":
         filters = np.ones((3, hidden), np.float32)
         mixer = ShortConvWeights(conv_in=panels(3 * hidden), filters=filters)
+    elif shape.mixer == "mamba2":
+        # Granite's states have 128 numbers, Falcon's 256, whose channels are gated alone
+        vectors = _mamba2(heads=48, state_dim=256 if shape.beside else 128, normed=not shape.beside)
+        mixer = Mamba2Weights(mamba_in=panels(vectors.inputs), vectors=vectors)
+        if shape.beside:
+            mamba_o = _zeros(hidden, mixer.size, next(turns))
+            return replace(layer, beside=mixer, mamba_o=mamba_o, beside_pool=1)
     else:
         mixer = DeltaNetWeights(
             qkv=panels(3 * heads * width),
@@ -447,6 +459,22 @@ def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> Lay
     o = _zeros(hidden, mixer.size, next(turns))
     alone = replace(layer, q=None, k=None, v=None, q_gate=None, head_norms=None)
     return replace(alone, mixer=mixer, o=o, heads=0, pool=1)
+
+
+def _mamba2(*, heads: int, state_dim: int, normed: bool) -> Mamba2Vectors:
+    inner, ones = heads * 64, np.ones(heads, np.float32)
+    channels = inner + 2 * state_dim
+    return Mamba2Vectors(
+        conv=np.ones((4, channels), np.float32),
+        conv_bias=np.ones(channels, np.float32),
+        dt_bias=ones,
+        decay=-ones,
+        skip=ones,
+        norm=np.ones(inner, np.float32) if normed else None,
+        head_dim=64,
+        groups=1,
+        epsilon=1e-5,
+    )
 
 
 def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:

@@ -23,7 +23,7 @@ MODELS = (
     "gpt-oss-20b,Ling-mini-2.0,Qwen1.5-MoE-A2.7B"
 )
 WITH_EXPERTS = "Qwen3-30B-A3B"
-WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B"
+WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B,Granite-4.0-H-1B,Falcon-H1-1.5B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
 
