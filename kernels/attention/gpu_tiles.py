@@ -87,7 +87,7 @@ class Tiling:
         # tiles of wide heads are halved to fit into registers
         if blocks.format == "f32":
             return cls(group, 16, 16)
-        parts = 1 if blocks.host.head_dim <= 128 else 2
+        parts = max(1, aligned(blocks.host.value_dim) // 128)
         return cls(group, ROWS // parts, KEYS // parts)
 
     def tile(self, counts: Sequence[int]) -> int:

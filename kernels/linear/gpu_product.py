@@ -309,6 +309,7 @@ def product_kernel(
     NEXT_FINE: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOURCES: tl.constexpr,
+    BACK: tl.constexpr,
     FINE: tl.constexpr,
     ONE: tl.constexpr,
     KIND: tl.constexpr,
@@ -330,6 +331,7 @@ def product_kernel(
             expert, its first slot and its number of slots, up to 8. Weights have `outputs` for each
             expert, and results are slots.
         SOURCES: whether the rows of slots are named; else slots are rows, a tile each eight.
+        BACK: whether results go to the places of the named rows.
         ONE: whether there is a single row.
         WARPS: warps that share a panel.
         STEPS: groups that a warp loads at a time, while it multiplies those before.
@@ -464,6 +466,8 @@ def product_kernel(
         CAP,
     )
     there = (row < rows) & (output < outputs)
+    if BACK:
+        slot = tl.load(source_ptr + slot, mask=row < rows, other=0)
     place = slot.to(tl.int64) * y_stride + output
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)

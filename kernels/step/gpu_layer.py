@@ -3,7 +3,8 @@
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
-first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more.
+first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
+latents takes seven launches more.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
+from edgellm.kernels.latent.gpu import DeviceLatent
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
@@ -99,6 +101,7 @@ class DeviceLayer:
             that is possible.
         mixer: mixer in place of attention, or None.
         beside: mixer that reads the same rows as attention, or None.
+        latent: what attention over latents has beside the projections of keys and latents, or None.
     """
 
     slot: int
@@ -109,6 +112,7 @@ class DeviceLayer:
     projections: Sequence[Projection]
     mixer: Convolution | DeviceDeltaNet | DeviceMamba2 | None
     beside: DeviceBeside | None
+    latent: DeviceLatent | None
     q_gate: DevicePackedWeights | None
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
@@ -149,8 +153,9 @@ class DeviceLayer:
             projections=_projections(layer, device),
             mixer=None if mixer is None else _device_mixer(mixer, weights.epsilon, device),
             beside=_beside(weights, index, device),
+            latent=_latent(layer, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
-            qkv_bias=None if mixer is not None else vector(_qkv_bias(layer)),
+            qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
@@ -193,8 +198,7 @@ class DeviceLayer:
         """
         few = len(buffers.x) <= FEW_ROWS
         if self.mixer is None:
-            mixed = buffers.attended.view(len(buffers.x), -1)
-            attended = self._attend(buffers, places[self.host.pool], states, work, ready=ready)
+            mixed, attended = self._attend(buffers, places, states, work, ready=ready)
         else:
             mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
             width = sum(weight.outputs for weight, _ in self.projections)
@@ -232,13 +236,16 @@ class DeviceLayer:
     def _attend(
         self,
         buffers: Buffers,
-        place: Place,
+        places: Mapping[int, Place],
         states: Mapping[int, DeviceStateRows],
         work: Work,
         *,
         ready: bool,
-    ) -> CodedRows | None:
-        """Compute attention, and add the mixer beside it; return the results if they are codes."""
+    ) -> tuple[torch.Tensor, CodedRows | None]:
+        """Compute attention, and add the mixer beside it; return the results, or their codes."""
+        place = places[self.host.pool]
+        if self.latent is not None:
+            return self._attend_latents(buffers, self.latent, place, work, ready=ready), None
         qkv = buffers.qkv.view(len(buffers.x), -1)
         product = self._project(buffers, qkv, ready=ready)
         if self.beside is not None:
@@ -282,7 +289,52 @@ class DeviceLayer:
             gate=gate,
             coded=coded,
         )
-        return coded
+        return buffers.attended.view(len(qkv), -1), coded
+
+    def _attend_latents(
+        self, buffers: Buffers, latent: DeviceLatent, place: Place, work: Work, *, ready: bool
+    ) -> torch.Tensor:
+        """Compute attention over latents; return the values that heads attend to."""
+        rows, room = len(buffers.x), buffers.heads
+        assert room is not None
+        inputs = some(
+            buffers.projected, rows, sum(each.weight.outputs for each in self.projections)
+        )
+        product = self._project(buffers, inputs, ready=ready)
+        q = some(buffers.convolved, rows, latent.q.outputs)
+        down = inputs.shape[1] - self.host.head_dim - place.blocks.host.latent
+        if latent.query_norm is None:
+            product(latent.q, q)
+        else:
+            norm, epsilon = latent.query_norm, latent.epsilon
+            linear(inputs[:, :down], latent.q, q, buffers.rows, norm=norm, epsilon=epsilon)
+        latent.append(
+            place.blocks,
+            place.tables,
+            self.slot,
+            work.rows,
+            inputs[:, down:],
+            q,
+            self.rope,
+            buffers.q,
+            room,
+        )
+        attend(
+            place.blocks,
+            place.tables,
+            self.slot,
+            buffers.q,
+            work,
+            buffers.attended,
+            buffers.partials,
+            window=self.host.window,
+            scale=self.host.scale,
+            softcap=self.host.softcap,
+            sinks=self.sinks,
+        )
+        values = some(buffers.mixed, rows, self.o.inputs)
+        latent.values(buffers.attended, values, room)
+        return values
 
     def _project(
         self, buffers: Buffers, out: torch.Tensor, *, ready: bool
@@ -452,6 +504,12 @@ def _beside(weights: Weights, index: int, device: str) -> DeviceBeside | None:
     )
 
 
+def _latent(layer: LayerWeights, device: str) -> DeviceLatent | None:
+    if layer.latent is None:
+        return None
+    return DeviceLatent.of(layer.latent, DevicePackedWeights.of(layer.qkv[0], device), device)
+
+
 def _projections(layer: LayerWeights, device: str) -> list[Projection]:
     """Move the input projections to the device; as in C++, V and the numbers that decays of a delta
     net are made of have inputs of 16 bits, and so do neighbours of one launch."""
@@ -459,7 +517,11 @@ def _projections(layer: LayerWeights, device: str) -> list[Projection]:
     if isinstance(mixer, DeltaNetWeights):
         parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
         return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
-    stacked = _stacked(layer.qkv if mixer is None else mixer.linears, device)
+    read: Sequence[PackedWeights] = layer.qkv if mixer is None else mixer.linears
+    if layer.latent is not None:
+        down, (_, k, v) = layer.latent.query_down, layer.qkv
+        read = (k, v) if down is None else (down, k, v)
+    stacked = _stacked(read, device)
     last = stacked[-1] if mixer is None else None
     return [Projection(each, each is last) for each in stacked]
 
@@ -492,10 +554,10 @@ def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
     """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
+    if layer.q_bias is None and layer.k_bias is None and layer.v_bias is None:
+        return None
     q, k, v = layer.qkv
     parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
-    if all(bias is None for _, bias in parts):
-        return None
     return np.concatenate(
         [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
     )
