@@ -1,4 +1,4 @@
-"""Attention over latents in Triton, in the form of the C++ kernels: K and V of heads are never made.
+"""Attention over latents in Triton, as in C++ without K and V of the heads.
 
 A head's query goes through the matrix that makes its keys, and what it attends to through the one
 that makes its values: products of each head's rows with its own part of a weight, as experts have
@@ -124,7 +124,7 @@ class DeviceLatent:
         q: torch.Tensor,
         room: HeadRows,
     ) -> None:
-        """Write keys and latents of tokens to their blocks, and what these are multiplied by to `q`.
+        """Write keys and latents of tokens to their blocks, and what meets these to `q`.
 
         Args:
             tables: block ids of each sequence `[S, blocks]` int64, read on the device like `rows`.

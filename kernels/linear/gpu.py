@@ -239,7 +239,8 @@ def linear(
         peaks: maxima of the outputs, filled only for few rows.
         coded: few rows, coded already, with the weights of the norm.
         then: what comes next, for few rows; unless they are added, outputs are not in `y` then.
-        tiles: slots of experts, if `weight` has those of all: `y` has a row for each slot, or input, then.
+        tiles: slots of experts, if `weight` has those of all: `y` has a row for each slot then, or
+            for each of `x`.
 
     Raises:
         ValueError: the rows have another width, or the second weight has another shape.
