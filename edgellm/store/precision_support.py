@@ -71,7 +71,7 @@ PARTS = (
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
-    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
+    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _NO_TRITON),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
@@ -96,6 +96,7 @@ UNTRIED = (
     Part("layers with states", lambda config: config.has_states, ("triton",)),
     Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
     Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
+    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

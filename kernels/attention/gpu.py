@@ -136,10 +136,7 @@ def products(
     q: tl.tensor, q_high: tl.tensor, low: tl.tensor, high: tl.tensor, FORMAT: tl.constexpr
 ) -> tl.tensor:
     """Return the products of queries and keys `[R, K]`, as `query_tile` and `factors` give them."""
-    if FORMAT == "f32":
-        score = tl.dot(q, low, input_precision="ieee")
-    else:
-        score = tl.dot(q, low)
+    score = tl.dot(q, low, input_precision="ieee") if FORMAT == "f32" else tl.dot(q, low)
     if FORMAT == "int4":
         score = tl.dot(q_high, high, score)
     return score

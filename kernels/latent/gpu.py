@@ -272,14 +272,15 @@ def append_latent_kernel(
             stored, scale = rounded(x, HEAD_DIM, FORMAT)
             store_key(stored, scale, k_ptr, k_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
     else:
+        # names of their own: those of the other branch are narrower
         e = tl.arange(0, WIDTH)
-        x = tl.load(in_ptr + HEAD_DIM + e, mask=e < RANK, other=0.0)
-        x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / RANK + epsilon)
-        x *= tl.load(norm_ptr + e, mask=e < RANK, other=0.0)
+        latent = tl.load(in_ptr + HEAD_DIM + e, mask=e < RANK, other=0.0)
+        latent *= 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / RANK + epsilon)
+        latent *= tl.load(norm_ptr + e, mask=e < RANK, other=0.0)
         if SPREAD > 0:
-            x = spread(x, SPREAD)
-        stored, scale = rounded(x, RANK, FORMAT)
-        store_value(stored, scale, v_ptr, v_scale_ptr, place, at, RANK, FORMAT, BLOCK)
+            latent = spread(latent, SPREAD)
+        codes, step = rounded(latent, RANK, FORMAT)
+        store_value(codes, step, v_ptr, v_scale_ptr, place, at, RANK, FORMAT, BLOCK)
 
 
 @triton.jit

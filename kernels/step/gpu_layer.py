@@ -18,8 +18,6 @@ import torch
 
 from edgellm.kernels.attention.gpu import attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
-from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
 from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
@@ -31,18 +29,23 @@ from edgellm.kernels.linear.gpu import (
     Next,
     Tiles,
     linear,
-    stackable,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
-from edgellm.kernels.linear.packed import PackedWeights
-from edgellm.kernels.mamba2.gpu import DeviceMamba2
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.short_conv.gpu import Convolution
 from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
 from edgellm.kernels.step.gpu_inputs import Place
+from edgellm.kernels.step.gpu_mixers import (
+    DeviceBeside,
+    DeviceMixer,
+    Projection,
+    beside_of,
+    device_mixer,
+    latent_of,
+    mix,
+    projections_of,
+)
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, StateMixer, Weights
+from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -56,13 +59,6 @@ class DeviceRope(NamedTuple):
         return cls(on_device(table.cos, device), on_device(table.sin, device))
 
 
-class Projection(NamedTuple):
-    """Weight of a layer's input projections; `fine`: its inputs have 16 bits."""
-
-    weight: DevicePackedWeights
-    fine: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceMlp:
     """MLP, all experts of a layer, or a shared expert; see `LayerWeights`."""
@@ -73,20 +69,6 @@ class DeviceMlp:
     up_bias: torch.Tensor | None = None
     down: DevicePackedWeights
     down_bias: torch.Tensor | None = None
-
-
-class DeviceBeside(NamedTuple):
-    """Mixer with states beside attention; see `LayerWeights`.
-
-    Attributes:
-        projection, o: what it reads is made by, and what it gives goes through.
-        slot: index of the layer among the layers of the pool of its states.
-    """
-
-    mixer: DeviceMamba2
-    projection: DevicePackedWeights
-    o: DevicePackedWeights
-    slot: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +92,7 @@ class DeviceLayer:
     rope: DeviceRope
     attention_norm: DeviceNorm | None
     projections: Sequence[Projection]
-    mixer: Convolution | DeviceDeltaNet | DeviceMamba2 | None
+    mixer: DeviceMixer | None
     beside: DeviceBeside | None
     latent: DeviceLatent | None
     q_gate: DevicePackedWeights | None
@@ -150,10 +132,10 @@ class DeviceLayer:
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
             attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
-            projections=_projections(layer, device),
-            mixer=None if mixer is None else _device_mixer(mixer, weights.epsilon, device),
-            beside=_beside(weights, index, device),
-            latent=_latent(layer, device),
+            projections=projections_of(layer, device),
+            mixer=None if mixer is None else device_mixer(mixer, weights.epsilon, device),
+            beside=beside_of(weights, index, device),
+            latent=latent_of(layer, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
             qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
@@ -205,7 +187,7 @@ class DeviceLayer:
             inputs = some(buffers.projected, len(buffers.x), width)
             self._project(buffers, inputs, ready=ready)
             of = states[self.host.pool]
-            attended = _mix(buffers, self.mixer, inputs, of, self.slot, mixed)
+            attended = mix(buffers, self.mixer, inputs, of, self.slot, mixed)
         then = _next(self.mlp_norm, buffers) if few else None
         ready = self._add(
             mixed,
@@ -254,7 +236,7 @@ class DeviceLayer:
             inputs = some(buffers.projected, len(qkv), projection.outputs)
             product(projection, inputs)
             mixed = some(buffers.mixed, len(qkv), o.inputs)
-            coded = _mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
+            coded = mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
         gate = None
         if self.q_gate is not None:
             gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
@@ -464,68 +446,6 @@ class DeviceLayer:
         return after is not None
 
 
-def _mix(
-    buffers: Buffers,
-    mixer: Convolution | DeviceDeltaNet | DeviceMamba2,
-    inputs: torch.Tensor,
-    states: DeviceStateRows,
-    slot: int,
-    out: torch.Tensor,
-) -> CodedRows | None:
-    """Compute a mixer with states; return the results if they are codes."""
-    coded = buffers.inner if len(inputs) <= FEW_ROWS and mixer.takes_codes else None
-    if isinstance(mixer, Convolution):
-        mixer.run(inputs, states, slot, out, coded)
-    else:
-        room = some(buffers.convolved, len(inputs), mixer.channels)
-        mixer.run(inputs, states, slot, room, out, coded)
-    return coded
-
-
-def _device_mixer(
-    mixer: StateMixer, epsilon: float, device: str
-) -> Convolution | DeviceDeltaNet | DeviceMamba2:
-    if isinstance(mixer, ShortConvWeights):
-        return Convolution(filters=on_device(mixer.filters, device), products=True)
-    if isinstance(mixer, DeltaNetWeights):
-        return DeviceDeltaNet.of(mixer, epsilon, device)
-    return DeviceMamba2.of(mixer.vectors, device)
-
-
-def _beside(weights: Weights, index: int, device: str) -> DeviceBeside | None:
-    layer = weights.layers[index]
-    if layer.beside is None or layer.mamba_o is None:
-        return None
-    return DeviceBeside(
-        DeviceMamba2.of(layer.beside.vectors, device),
-        DevicePackedWeights.of(layer.beside.mamba_in, device),
-        DevicePackedWeights.of(layer.mamba_o, device),
-        weights.beside_slots[index],
-    )
-
-
-def _latent(layer: LayerWeights, device: str) -> DeviceLatent | None:
-    if layer.latent is None:
-        return None
-    return DeviceLatent.of(layer.latent, DevicePackedWeights.of(layer.qkv[0], device), device)
-
-
-def _projections(layer: LayerWeights, device: str) -> list[Projection]:
-    """Move the input projections to the device; as in C++, V and the numbers that decays of a delta
-    net are made of have inputs of 16 bits, and so do neighbours of one launch."""
-    mixer = layer.mixer
-    if isinstance(mixer, DeltaNetWeights):
-        parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
-        return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
-    read: Sequence[PackedWeights] = layer.qkv if mixer is None else mixer.linears
-    if layer.latent is not None:
-        down, (_, k, v) = layer.latent.query_down, layer.qkv
-        read = (k, v) if down is None else (down, k, v)
-    stacked = _stacked(read, device)
-    last = stacked[-1] if mixer is None else None
-    return [Projection(each, each is last) for each in stacked]
-
-
 def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:
     """Return what takes the residual next, if it is a product behind an RMS norm."""
     if norm is None or norm.bias is not None:
@@ -561,13 +481,3 @@ def _qkv_bias(layer: LayerWeights) -> Floats | None:
     return np.concatenate(
         [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
     )
-
-
-def _stacked(parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
-    runs = [[parts[0]]]
-    for panels in parts[1:]:
-        if stackable(runs[-1][-1], panels):
-            runs[-1].append(panels)
-        else:
-            runs.append([panels])
-    return [DevicePackedWeights.stacked(run, device) for run in runs]

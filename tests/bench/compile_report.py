@@ -41,6 +41,7 @@ from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS, Kind
@@ -85,6 +86,8 @@ class Shape:
         share: whether the shared expert has a share.
         mixer: mixer of every second layer, beside gated attention; None: all attend.
         beside: whether that mixer, a Mamba-2, is beside attention in its layers.
+        latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
+            RoPE turns; 0: there are none.
     """
 
     hidden: int
@@ -105,6 +108,7 @@ class Shape:
     share: bool = False
     mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
     beside: bool = False
+    latent: int = 0
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -160,6 +164,12 @@ SHAPES = {
     "Qwen3.5-0.8B": Shape(1024, 3584, 8, 2, 256, head_norms="each", mixer="delta_net"),
     "Granite-4.0-H-1B": Shape(1536, 4096, 12, 4, 128, mixer="mamba2"),
     "Falcon-H1-1.5B": Shape(2048, 4096, 8, 2, 128, mixer="mamba2", beside=True),
+    "DeepSeek-V2-Lite": Shape(
+        *(2048, 1408, 16, 1, 64),
+        routing=Routing(experts=64, used=6, normalized=False),
+        shared=2816,
+        latent=512,
+    ),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
 
@@ -398,6 +408,8 @@ def _step(
 ) -> tuple[DeviceStep, Sequence[DevicePool]]:
     turns = cycle(kinds)
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
+    if shape.latent:
+        layers = [_with_latents(shape, layer, turns) for layer in layers]
     if shape.mixer is not None:
         layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
@@ -417,6 +429,7 @@ def _step(
         layers=sum(layer.mixer is None for layer in layers),
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        latent=shape.latent,
     )
     pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
     mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
@@ -459,6 +472,23 @@ def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> Lay
     o = _zeros(hidden, mixer.size, next(turns))
     alone = replace(layer, q=None, k=None, v=None, q_gate=None, head_norms=None)
     return replace(alone, mixer=mixer, o=o, heads=0, pool=1)
+
+
+def _with_latents(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer that attends over latents, with keys and values of 128 numbers."""
+    heads, rank = shape.heads, shape.latent
+
+    def panels(outputs: int, inputs: int = shape.hidden) -> PackedWeights:
+        return _zeros(outputs, inputs, next(turns))
+
+    latent = LatentWeights(
+        key_up=panels(heads * rank, 128),
+        value_up=panels(heads * 128, rank),
+        norm=np.ones(rank, np.float32),
+        epsilon=1e-6,
+    )
+    q, o = panels(heads * (shape.head_dim + 128)), panels(shape.hidden, heads * 128)
+    return replace(layer, q=q, v=panels(rank), o=o, latent=latent, scale=0.1)
 
 
 def _mamba2(*, heads: int, state_dim: int, normed: bool) -> Mamba2Vectors:

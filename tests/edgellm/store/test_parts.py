@@ -132,6 +132,7 @@ def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
         (layer(mixer=DeltaNet(**NETS, taps=4)), "layers with states"),
         (layer(beside=MAMBA), "layers with states"),
         (attention(sinks=True), "attention sinks"),
+        (CASES[Attention, "latent"][0], "attention over latents"),
         (layer(ROUTED, shared=SharedExpert(intermediate=32)), "shared experts"),
         (routed, "routers with sigmoids"),
     ):
