@@ -23,6 +23,7 @@ MODELS = (
     "gpt-oss-20b,Ling-mini-2.0,Qwen1.5-MoE-A2.7B"
 )
 WITH_EXPERTS = "Qwen3-30B-A3B"
+WITH_LATENTS = "DeepSeek-V2-Lite"
 WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B,Granite-4.0-H-1B,Falcon-H1-1.5B"
 # Kinds of weights with the most to do, a weight of a layer each; the others do a part of that.
 KINDS = "int8_affine,int5_affine,int4_k,int5_k,int6_k,iq4_nl,iq4_xs"
@@ -48,7 +49,10 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     targets = ("sm_80", "sm_90")
     options = ("--kinds=int4_affine", "--once", *targets)
     lines = report(
-        tmp_path, f"--models=SmolLM2-135M,{WITH_EXPERTS}", "--formats=int8,int4", *options
+        tmp_path,
+        f"--models=SmolLM2-135M,{WITH_EXPERTS},{WITH_LATENTS}",
+        "--formats=int8,int4",
+        *options,
     )
     # attention of LFM2's four heads for each KV head spills 16 bytes on sm_90 with an int4 cache
     lines += report(tmp_path, f"--models={WITH_STATES}", "--formats=int8", *options)
