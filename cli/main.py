@@ -26,7 +26,7 @@ COMMANDS = {
     "run": ("edgellm.cli.run", "Ask a model, or chat with it."),
     "serve": ("edgellm.cli.serve", "Serve models over HTTP."),
     "infill": ("edgellm.cli.infill", "Fill the gap between a prefix and a suffix."),
-    "export": ("edgellm.cli.export", "Export a model to a bundle."),
+    "export": ("edgellm.cli.models", "Export a model to a bundle."),
     "pull": ("edgellm.cli.models", "Download a model and export it."),
     "ls": ("edgellm.cli.models", "List exported models."),
     "show": ("edgellm.cli.models", "Show what a model is and what it needs."),
@@ -35,7 +35,7 @@ COMMANDS = {
     "bench": ("edgellm.cli.measuring", "Measure prefill and decode speed."),
     "perplexity": ("edgellm.cli.measuring", "Measure the perplexity of a text."),
     "quality": ("edgellm.cli.measuring", "Measure what rounding costs, against float32."),
-    "plan": ("edgellm.cli.plan", "Explain how a prompt is prefilled, and what limits it."),
+    "plan": ("edgellm.cli.measuring", "Explain how a prompt is prefilled, and what limits it."),
     "doctor": ("edgellm.cli.doctor", "Check that an accelerator computes what it should."),
     "devices": ("edgellm.cli.doctor", "List execution providers: usable, or why not."),
 }

@@ -6,7 +6,7 @@ Tensors have the usual names of their format where an architecture does not name
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -170,6 +170,7 @@ _GGUF_ARCHITECTURES: Mapping[str, str] = {
     "deepseek2": "deepseek_v2",
     "falcon-h1": "falcon_h1",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4-assistant": "gemma4_text",
     "glm4moe": "glm4_moe",
@@ -192,11 +193,11 @@ _MISSING: Mapping[str, tuple[str, ...]] = {
         "recurrentgemma", "rwkv",
     ),
     "sparse attention (DSA)": ("deepseekv32", "deepseek32"),
-    "several residual streams (AltUp)": ("gemma3n",),
 }  # fmt: skip
 # `model_type` of Hugging Face models that wrap a text model or equal it -> that model's type.
 _HF_MODEL_TYPES: Mapping[str, str] = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_assistant": "gemma4_text",
     "gemma4_unified_assistant": "gemma4_unified_text",
@@ -215,14 +216,14 @@ class GGUFHeader:
         model_type: name of the architecture's file in `graphs/models/`.
         fields: keys of the file behind the architecture's name.
         vocab_size: number of rows of the embedding.
-        tensors: names of the file's tensors.
+        tensors: shapes of the file's tensors, by their names in the file.
         vector: reads a small tensor by its name in the file; None: the file has no such tensor.
     """
 
     model_type: str
     fields: Fields
     vocab_size: int
-    tensors: Collection[str]
+    tensors: Mapping[str, tuple[int, ...]]
     vector: Callable[[str], list[float] | None]
 
 

@@ -11,6 +11,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import check_sizes, shown
 from edgellm.graphs.layer_config import OTHER_MODEL, Attention, LayerConfig, Rope
 from edgellm.graphs.typed_json import key_of, parse
+from edgellm.kernels.altup import MOST_STREAMS
 
 _LARGEST = {
     "vocab_size": 1 << 24,
@@ -18,11 +19,13 @@ _LARGEST = {
     "layer_count": 1 << 12,
     "context_length": (1 << 31) - 1,
     "layer_embedding": 1 << 12,
+    "layer_tokens": 1 << 24,
     "backbone": 1 << 18,
 }
 # Fields that came later, with the values of models before there were any.
 _LATER: Mapping[str, Mapping[str, Any]] = {
-    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None},
+    "layer": {"experts": None, "shared": None, "scaled": False, "beside": None, "laurel": None},
+    "mlp": {"cutoff": None},
     "mixer": {
         "sinks": False,
         "output_gate": False,
@@ -60,8 +63,13 @@ class ModelConfig:
         embedding_scale: factor for rows of the embedding before the first layer.
         logit_softcap: soft cap: logits `x` become `logit_softcap * tanh(x / logit_softcap)`.
         layer_embedding: width of the embeddings that a token has for each layer; None: it has none.
+        layer_tokens: number of first tokens that have them; all others have those of token 0. None:
+            all tokens have them.
         backbone: width of the hidden states of another model, for which this one drafts: it reads
             these, that model's embeddings, and its K and V. None: it is a model by itself.
+        streams: number of residual streams; a layer computes the first and predicts the others
+            (AltUp, arXiv:2301.13310), which embeddings for each layer are added to. None: there is
+            one.
     """
 
     model_type: str
@@ -76,7 +84,9 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     layer_embedding: int | None = None
+    layer_tokens: int | None = None
     backbone: int | None = None
+    streams: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, _LARGEST)
@@ -88,6 +98,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        if self.streams is not None and not 2 <= self.streams <= MOST_STREAMS:
+            raise UnsupportedModelError(
+                f"model config: {shown(self.streams)} residual streams; 2 to {MOST_STREAMS} are "
+                "supported"
+            )
         self._check_layers()
         self._check_ropes()
         self._check_sources()
@@ -96,12 +111,20 @@ class ModelConfig:
             _check_groups("backbone", self.backbone)
         if self.layer_embedding is not None:
             _check_groups("layer_embedding", self.layer_embedding)
-            rows = self.vocab_size * self.layer_count
+            rows = self.layer_rows
             if rows >= _MOST_ROWS:
                 raise ModelFormatError(
                     f"model config: tokens have {rows} embeddings for layers; below {_MOST_ROWS} "
                     "is allowed"
                 )
+
+        if self.layer_tokens is not None and (
+            self.layer_embedding is None or self.layer_tokens > self.vocab_size
+        ):
+            raise ModelFormatError(
+                f"model config: {self.layer_tokens} tokens have embeddings for layers, of the "
+                f"width {self.layer_embedding}; {self.vocab_size} is the most"
+            )
 
     def _check_layers(self) -> None:
         if not self.attentions:
@@ -115,6 +138,8 @@ class ModelConfig:
             _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
             if layer.beside is not None:
                 _check_groups("size", layer.beside.size)
+            if layer.scaled and self.streams is not None:
+                raise UnsupportedModelError("model config: scaled layers of several streams")
             if not layer.attends:
                 continue
             if not 0 <= layer.attention.rope < len(self.ropes):
@@ -192,6 +217,11 @@ class ModelConfig:
         return len({(each.heads, each.kv_heads, each.head_dim) for each in attentions}) == 1
 
     @property
+    def layer_rows(self) -> int:
+        """Rows of the table of tokens' embeddings for layers."""
+        return (self.layer_tokens or self.vocab_size) * self.layer_count
+
+    @property
     def has_experts(self) -> bool:
         """Whether some layer has experts."""
         return any(layer.experts is not None for layer in self.layers)
@@ -206,7 +236,7 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
-        for name in ("layer_embedding", "backbone"):
+        for name in ("layer_embedding", "layer_tokens", "backbone", "streams"):
             if values[name] is None:
                 del values[name]
         return values
@@ -223,6 +253,7 @@ def _layer_json(layer: LayerConfig) -> dict[str, Any]:
         _leave_out(values["experts"], _LATER["experts"])
     if layer.shared is not None:
         _leave_out(values["shared"], _LATER["shared"])
+    _leave_out(values["mlp"], _LATER["mlp"])
     _leave_out(values["mixer"], _LATER["mixer"])
     _leave_out(values, _LATER["layer"])
     return {key_of(type(layer.mixer)): values.pop("mixer"), **values}

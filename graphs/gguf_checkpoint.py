@@ -126,7 +126,7 @@ class GGUFCheckpoint:
             model_type=model_type_of(name, gguf=True),
             fields=Fields(self.metadata, origin=str(self.path), prefix=f"{name}."),
             vocab_size=shape[0] if shape else 0,
-            tensors=self._tensors.keys(),
+            tensors={name: entry.shape for name, entry in self._tensors.items()},
             vector=self._vector,
         )
 

@@ -1,4 +1,4 @@
-"""Stacks of matrices, `[X*N, K]`: those of a layer's experts, or rows that were side by side."""
+"""Stacks of matrices, `[X*N, K]`: of experts or streams, or rows that were side by side."""
 
 from __future__ import annotations
 
@@ -48,24 +48,24 @@ def stacked(tensors: Sequence[Tensor], *, name: str) -> Tensor:
     )
 
 
-def flattened(tensor: Tensor, experts: int, *, name: str, matrices: bool = True) -> Tensor:
+def flattened(tensor: Tensor, count: int, *, name: str, matrices: bool = True) -> Tensor:
     """Return the stack of a tensor `[X, N, K]`, or of a tensor of vectors `[X, N]`.
 
     Args:
-        experts: number of experts in the config.
+        count: number of matrices or vectors by the config.
         name: name of the tensor in errors.
 
     Raises:
         ModelFormatError: the tensor has other dimensions.
     """
-    if len(tensor.shape) != 2 + matrices or tensor.shape[0] != experts:
-        kind = "matrix" if matrices else "vector"
+    if len(tensor.shape) != 2 + matrices or tensor.shape[0] != count:
+        kind = "matrices" if matrices else "vectors"
         raise ModelFormatError(
-            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a {kind} for "
-            f"each of {experts} experts"
+            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a stack of "
+            f"{count} {kind}"
         )
     _, rows, *columns = tensor.shape
-    shape = experts * rows, *columns
+    shape = count * rows, *columns
     return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
 
 

@@ -1,7 +1,9 @@
 """Tensors of a model under canonical names: the one list for all other files.
 
     embedding [V, E]    final_norm [E]    head [V, E] (absent where tied to the embedding)
-    layer_embedding [V * layers, P]    layer_embedding_norm [P] (where the config has a width P)
+    layer_embedding [V * layers, P] (or of fewer tokens)    layer_embedding_norm [P] (where the
+        config has a width P)
+    streams_enter, streams_leave [(S - 1) * E, E] (where the config has S residual streams)
     combine [E, 2B], project [B, E] (where the config has a backbone of the width B)
     layers.I.NAME, with the names of `layer_tensors`
 
@@ -17,13 +19,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, LayerConfig, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mixer
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.kernels.experts import Routing
 
 # Matrix of a linear layer, matrix whose rows are looked up as well, matrix whose rows are looked up
 # alone, router (a matrix that stays in float32: a rounded one would choose other experts), or
 # vector (norm, bias, filters of channels).
 Role = Literal["linear", "table", "rows", "router", "vector"]
+# Tensors of a model with a matrix for each residual stream but the first, one behind the other.
+STREAM_STACKS = ("streams_enter", "streams_leave")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
     A layer that reads K and V of another has none of k, v and k_norm, and one whose V is K no v.
     Where tokens have embeddings of the width P for each layer, layer_context and layer_gate [P, E],
     layer_output [E, P] and post_layer_norm [E] come last, and behind them layer_scale [1], if any.
+    A product beside attention, laurel_left [R, E], laurel_right [E, R] and laurel_norm [E], comes
+    before the MLP's norm. With S residual streams a layer begins with altup_router_norm [E] (times
+    what the router multiplies by), altup_router [S, E], altup_predict [S*S, S], altup_correct
+    [S, S] and altup_scale [E].
     Biases, where the config has them, come behind their tensors: `q_bias`, `mlp_norm_bias` ...
     """
     here, e = config.layers[layer], config.hidden_size
@@ -92,6 +101,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         if config.norm == "layer":
             specs.append(TensorSpec(f"{name}_bias", (e,), "vector"))
 
+    if config.streams is not None:
+        specs += _altup_tensors(config.streams, e)
     if here.norms_inputs:
         norm("attention_norm")
     specs += _MIXERS[type(here.mixer)](here.mixer, e)
@@ -100,6 +111,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> tuple[TensorSpec, ...]:
         specs += (replace(s, name="mamba_o") if s.name == "o" else s for s in beside)
     if here.norms_outputs:
         norm("post_attention_norm")
+    if here.laurel is not None:
+        specs += _linear("laurel_left", here.laurel, e, bias=False)
+        specs += _linear("laurel_right", e, here.laurel, bias=False)
+        specs.append(TensorSpec("laurel_norm", (e,), "vector"))
     if here.norms_inputs:
         norm("mlp_norm")
     specs += _mlp_tensors(here, e)
@@ -119,6 +134,14 @@ def _linear(name: str, outputs: int, inputs: int, *, bias: bool) -> Iterator[Ten
     yield TensorSpec(name, (outputs, inputs), "linear")
     if bias:
         yield TensorSpec(f"{name}_bias", (outputs,), "vector")
+
+
+def _altup_tensors(streams: int, e: int) -> Iterator[TensorSpec]:
+    yield TensorSpec("altup_router_norm", (e,), "vector")
+    yield TensorSpec("altup_router", (streams, e), "router")
+    yield TensorSpec("altup_predict", (streams * streams, streams), "vector")
+    yield TensorSpec("altup_correct", (streams, streams), "vector")
+    yield TensorSpec("altup_scale", (e,), "vector")
 
 
 def _attention_tensors(attention: Attention, e: int) -> Iterator[TensorSpec]:
@@ -241,9 +264,13 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     for name in vectors:
         specs[name] = TensorSpec(name, (config.hidden_size,), "vector")
     if config.layer_embedding is not None:
-        rows = config.vocab_size * config.layer_count, config.layer_embedding
+        rows = config.layer_rows, config.layer_embedding
         specs["layer_embedding_norm"] = TensorSpec("layer_embedding_norm", rows[1:], "vector")
         specs["layer_embedding"] = TensorSpec("layer_embedding", rows, "rows")
+    if config.streams is not None:
+        stack = (config.streams - 1) * config.hidden_size, config.hidden_size
+        for name in STREAM_STACKS:
+            specs[name] = TensorSpec(name, stack, "linear")
     if config.backbone is not None:
         e, backbone = config.hidden_size, config.backbone
         specs["combine"] = TensorSpec("combine", (e, 2 * backbone), "linear")

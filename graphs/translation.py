@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import LATENT_UPS, Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, Latent, Mixer
+from edgellm.graphs.layer_config import Attention, Latent, Mixer
 from edgellm.graphs.safetensors_folder import FLOATS
 from edgellm.graphs.stack import flattened, rows_first, stacked
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
-from edgellm.graphs.tensors import layer_tensors, model_tensors
+from edgellm.graphs.tensors import STREAM_STACKS, layer_tensors, model_tensors
 from edgellm.graphs.typed_json import key_of
 
 # Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.
@@ -128,10 +129,12 @@ class Translation:
     def _file_name(self, canonical: str) -> tuple[str | Fused | PerExpert, int]:
         """Return the file's name of a tensor: `layers.3.q` -> `blk.3.attn_q.weight`.
 
-        The number of experts whose matrices are stacked in the tensor comes with it, or 0.
+        The number of matrices, of experts or streams, that are stacked in the tensor comes with
+        it, or 0.
         """
         if not canonical.startswith("layers."):
-            return self.names[canonical], 0
+            of_streams = canonical in STREAM_STACKS
+            return self.names[canonical], (self.config.streams or 1) - 1 if of_streams else 0
         _, layer, part = canonical.split(".")
         here = self.config.layers[int(layer)]
         experts, mixed = here.experts, f"{key_of(type(here.mixer))}_{part}"

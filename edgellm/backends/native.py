@@ -186,7 +186,8 @@ class NativeModel:
             return None
         residual, ends = first[0], np.cumsum(lengths)
         entering = [np.arange(end - n, end) for end, n in zip(ends, asked, strict=True)]
-        rows, hidden = np.concatenate(entering), np.zeros_like(residual)
+        rows = np.concatenate(entering)
+        hidden = np.zeros((len(residual), self._weights.embedding.inputs), np.float32)
         if not len(rows):
             return hidden, first[1]
         rest = [

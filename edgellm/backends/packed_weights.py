@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from edgellm.backends.host_attention import head_norms
 from edgellm.cache.groups import cache_groups, places, state_groups
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensors import TensorSpec, layer_tensors, model_tensors
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.latent import LatentWeights
@@ -23,7 +25,7 @@ from edgellm.kernels.linear import PackedWeights, first_rows
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS
 from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.step import LayerInput, LayerTable, LayerWeights, Weights
+from edgellm.kernels.step import Laurel, LayerInput, LayerTable, LayerWeights, Weights
 from edgellm.store.bundle import Bundle
 from edgellm.store.key_basis import is_head_norm, of_channels, open_head_norms, open_key_basis
 from edgellm.store.manifest import PACKED, MtpEntry, PrecisionEntry, map_arrays
@@ -45,6 +47,7 @@ def open_packed_weights(bundle: Bundle) -> Weights:
         embedding_scale=config.embedding_scale,
         logit_softcap=config.logit_softcap,
         layer_table=mapped.layer_table(),
+        streams=mapped.streams(),
     )
 
 
@@ -217,6 +220,24 @@ def _input(parts: dict[str, Any]) -> LayerInput | None:
     return LayerInput(**linears, post_norm=parts.pop("post_layer_norm"))
 
 
+def _laurel(parts: dict[str, Any]) -> Laurel | None:
+    """Take the tensors of a product beside attention out of the layer's."""
+    if "laurel_left" not in parts:
+        return None
+    linears = {name: parts.pop(f"laurel_{name}") for name in ("left", "right")}
+    return Laurel(**linears, post_norm=parts.pop("laurel_norm"))
+
+
+def altup_weights(vector: Callable[[str], NDArray[np.float32]]) -> AltUpWeights:
+    """Return the weights of a layer around several residual streams.
+
+    Args:
+        vector: gives a tensor by its name within the layer.
+    """
+    names = ("router_norm", "router", "predict", "correct", "scale")
+    return AltUpWeights(**{name: vector(f"altup_{name}") for name in names})
+
+
 class _Mapped:
     """Packed weights of a bundle: those of `specs`, which belong to layers of `config`."""
 
@@ -254,6 +275,9 @@ class _Mapped:
         scale = parts.pop("layer_scale", None)
         return LayerWeights(
             input=_input(parts),
+            laurel=_laurel(parts),
+            altup=None if self._config.streams is None else altup_weights(parts.pop),
+            cutoff=layer.mlp.cutoff,
             output_scale=1.0 if scale is None else float(scale[0]),
             **parts,
             **mixer,
@@ -268,6 +292,11 @@ class _Mapped:
             return None
         norm = self.arrays["layer_embedding_norm"]
         return LayerTable(table=self.weights("layer_embedding"), norm=norm)
+
+    def streams(self) -> Streams | None:
+        if self._config.streams is None:
+            return None
+        return Streams(enter=self.weights("streams_enter"), leave=self.weights("streams_leave"))
 
     def _part(self, name: str, spec: TensorSpec) -> PackedWeights | NDArray[Any]:
         return self.weights(name) if spec.quantized else self.arrays[name]

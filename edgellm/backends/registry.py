@@ -26,7 +26,7 @@ _FILES = {
     "cuda": "edgellm.backends.cuda",
 }
 # The file of all other execution providers, and of decode in graphs.
-_GRAPHS = "edgellm.backends.chunked"
+_GRAPHS = "edgellm.backends.opening"
 
 
 class BackendFile(Protocol):

@@ -5,26 +5,143 @@ The back end needs torch, triton and a device that they find, with room for weig
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
+from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.parts import Parts
-from edgellm.kernels.gpu import device
+from edgellm.cache.kv_cache import KVCache
+from edgellm.errors import CancelledError, MemoryEstimateError
+from edgellm.kernels.experts import ExpertMemory
+from edgellm.kernels.gpu import device as gpu_device
+from edgellm.kernels.linear import PackedWeights, rows_of
+from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.step import StepSpan, Weights
 from edgellm.store.manifest import forget_pages
 
-if TYPE_CHECKING:
-    from edgellm.backends.triton_model import TritonModel
+Floats = NDArray[np.float32]
+
+
+class TritonModel:
+    """A model whose tokens go through the fused step on the device's side of the KV cache."""
+
+    best_rows: int | None
+    expert_memory: ExpertMemory | None = None
+
+    def __init__(
+        self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str
+    ) -> None:
+        """Copy the weights to the device.
+
+        Args:
+            ropes: RoPE tables that layers name by their index, for the whole context.
+
+        Raises:
+            MemoryEstimateError: weights and KV cache do not fit on the device.
+        """
+        _check_fits(weights, cache, device)
+        self._embedding = weights.embedding
+        from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep  # imports torch and triton
+
+        self.best_rows = self._most = MAX_ROWS  # launches of so many rows are captured
+        self._step = DeviceStep(weights, ropes, cache.use_device(device), device)
+        self._step.warm_up()
+
+    def run(
+        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
+    ) -> list[Rows]:
+        """See `StepModel.run`."""
+        with reserved(spans):
+            for span in spans:
+                span.sequence.use_device()
+            results = self._candidates(spans)
+            if results is None:
+                results = self._rows(spans, should_stop)
+            for span in spans:
+                span.sequence.commit(span.tokens)
+        return results
+
+    def _rows(self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None) -> list[Rows]:
+        states, logits = [], []
+        for call in _calls(spans, self._most):
+            result = self._step.run(call, should_stop=should_stop)
+            if result is None:
+                raise CancelledError("cancelled between two layers")
+            states.append(result[0])
+            logits.append(result[1])
+        return cut(spans, _joined(states), _joined(logits))
+
+    def _candidates(self, spans: SequenceOf[Span]) -> list[Rows] | None:
+        """Return only the best logits of next tokens; None: more is wanted."""
+        calls = [step_span(span) for span in spans]
+        if not (all(span.candidates for span in spans) and self._step.takes_best(calls)):
+            return None
+        nothing = np.empty((1, 0), np.float32)
+        return [Rows(nothing, [best]) for best in self._step.best(calls)]
+
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """See `ModelHead.embed`."""
+        return rows_of(self._embedding, tokens)
+
+    def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
+        """See `StepModel.linear`; the weight is copied to the device."""
+        return self._step.linear(x, weight, fine=fine)
+
+    def logits(self, hidden: Floats) -> Floats:
+        """See `StepModel.logits`."""
+        return self._step.logits(hidden)
+
+
+def _calls(spans: SequenceOf[Span], most: int) -> Iterator[list[StepSpan]]:
+    """Iterate calls of at most `most` rows, with spans cut where a call is full."""
+    call: list[StepSpan] = []
+    room = most
+    for span in spans:
+        whole, first = step_span(span), 0
+        while first < len(span.tokens):
+            part = span.tokens[first : first + room]
+            left = len(span.tokens) - first - len(part)
+            rows = min(len(part), max(0, span.logit_rows - left))
+            start = whole.start + first
+            states = span.sequence.states(start, start + len(part))
+            each = replace(whole, tokens=part, start=start, logit_rows=rows, states=states)
+            call.append(each)
+            first, room = first + len(part), room - len(part)
+            if room == 0:
+                yield call
+                call, room = [], most
+    if call:
+        yield call
+
+
+def _joined(parts: SequenceOf[Floats]) -> Floats:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
+    reason = gpu_device.too_large(
+        device, {"for weights": weights.nbytes, "for the KV cache": cache.nbytes}
+    )
+    if reason is not None:
+        raise MemoryEstimateError(
+            f"triton: {reason}. Choose a smaller `ctx_size`, `cache_size` or another `kv_format`, "
+            "or `decode` and `prefill` native"
+        )
 
 
 def require(_: str) -> None:
     """See `BackendFile.require`."""
-    device.require()
+    gpu_device.require()
 
 
 def open_model(parts: Parts) -> tuple[TritonModel, TritonModel]:
     """See `StepBackendFile.open_model`."""
-    place = device.require()
-    from edgellm.backends.triton_model import TritonModel  # imports torch and triton
+    place = gpu_device.require()
 
     weights = open_packed_weights(parts.bundle)
     model = TritonModel(weights, parts.ropes, parts.cache, device=place)

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from edgellm.cache.block_pool import BlockPool
-from edgellm.cache.context_shift import ShiftingTable
-from edgellm.cache.group_table import GroupTable, StateTable
+from edgellm.cache.group_table import GroupTable, ShiftingTable, StateTable
 from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, Root, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.kv_blocks import BLOCK, KVView

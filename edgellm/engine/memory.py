@@ -132,7 +132,7 @@ def estimate(
             ctx_size=ctx_size,
             blocks=pool_blocks(ctx_size),
         )
-    base = _BASE_BYTES + _expert_bytes(config)
+    base = _BASE_BYTES + _expert_bytes(config) + _stream_bytes(config)
     return MemoryEstimate(
         weights,
         cache,
@@ -295,6 +295,12 @@ def _expert_bytes(config: ModelConfig) -> int:
                 shared = 4 * hidden * floats + 3.6 * layer.shared.intermediate
             most = max(most, STEP_ROWS * (layer.experts.used * width + shared))
     return int(most)
+
+
+def _stream_bytes(config: ModelConfig) -> int:
+    """Return the bytes of a step's rows in all residual streams, and of gates before a cutoff."""
+    gates = [each.mlp.intermediate for each in config.layers if each.mlp.cutoff is not None]
+    return 4 * STEP_ROWS * ((config.streams or 0) * config.hidden_size + max(gates, default=0))
 
 
 def _unread_bytes(bundle: Bundle) -> int:

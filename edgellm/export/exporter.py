@@ -46,8 +46,7 @@ from edgellm.progress import Progress, ProgressCallback
 from edgellm.store import bundle as bundles
 from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import MAX_CHUNK
-from edgellm.store.durable import sync_tree
-from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder
+from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder, sync_tree
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 from edgellm.store.manifest import MTP, PACKED, Manifest, MtpEntry, PrecisionEntry
 from edgellm.store.precision_support import Precisions, names_of, needs_host, require, why_not

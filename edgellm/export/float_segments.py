@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
 from edgellm.backends.onnx_runtime import onnx_runtime
-from edgellm.backends.packed_weights import mamba2_vectors
+from edgellm.backends.packed_weights import altup_weights, mamba2_vectors
 from edgellm.errors import ModelFormatError
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
@@ -31,9 +31,12 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
-from edgellm.graphs.layer_config import Attention, DeltaNet, Mamba2, Mixer, ShortConv
+from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.segment import Segment, author_segment
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
+from edgellm.kernels.altup import AltUpWeights
+from edgellm.kernels.altup import reference as altup
 from edgellm.kernels.delta_net import DeltaRule
 from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts.reference import shares
@@ -41,15 +44,17 @@ from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.quantized import dequantize
 from edgellm.kernels.short_conv import reference as short_conv
-from edgellm.kernels.step.reference import activate, gated, norm
+from edgellm.kernels.step.reference import activate, exceeding, gated, norm
 from edgellm.machine import usable_cores
 from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
 
 
-# The residual before layer 0 [n, E], and rows of tokens' embeddings for each layer [n, layers * P].
-FIRST, EMBEDDINGS = "first", "embeddings"
+# The residual before layer 0 [n, E], rows of tokens' embeddings for each layer [n, layers * P], and
+# residual streams [S, n, E].
+FIRST, EMBEDDINGS, STREAMS = "first", "embeddings", "streams"
 
 
 class ExpertSegment:
@@ -70,15 +75,24 @@ class ExpertSegment:
         """Compute the segment's outputs from its inputs, both by name."""
         own = (contract.X, contract.ATTENTION, contract.RESIDUAL)
         handed_on = {key: value for key, value in inputs.items() if key not in own}
+        streams: Doubles | None = None
         if self._index == 0:
             residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
             if self._config.layer_embedding is not None:
                 handed_on[FIRST] = residual
         else:
-            residual = self._after_layer(f"layers.{self._index - 1}", inputs)
+            residual, streams = self._after_layer(f"layers.{self._index - 1}", inputs)
+        if self._index == 0 and self._config.streams is not None:
+            streams = altup.enter(residual.astype(np.float64), self._to_streams)
         if self._index == self._config.layer_count:
+            if streams is not None:
+                residual = altup.leave(streams, self._from_stream).astype(np.float32)
             return {contract.HIDDEN: self._normed("final_norm", residual)}
         name = f"layers.{self._index}"
+        if streams is not None:
+            streams = altup.predict(self._altup(name), streams, self._config.norm_eps)
+            handed_on[STREAMS] = streams.astype(np.float32)
+            residual = handed_on[STREAMS][0]
         x = self._normed(f"{name}.attention_norm", residual)
         mixer = self._config.layers[self._index].mixer
         if isinstance(mixer, Attention):
@@ -106,17 +120,51 @@ class ExpertSegment:
             handed_on |= {f"k {self._index}": k, f"v {self._index}": v}
         return [k, v]
 
-    def _after_layer(self, name: str, inputs: Mapping[str, Floats]) -> Floats:
+    def _altup(self, name: str) -> AltUpWeights:
+        return altup_weights(lambda part: self._tensor(f"{name}.{part}"))
+
+    def _to_streams(self, x: Doubles) -> Doubles:
+        return self._product("streams_enter", x.astype(np.float32)).astype(np.float64)
+
+    def _from_stream(self, x: Doubles, index: int) -> Doubles:
+        assert self._config.streams is not None
+        product = self._product(
+            "streams_leave", x.astype(np.float32), index, self._config.streams - 1
+        )
+        return product.astype(np.float64)
+
+    def _after_layer(
+        self, name: str, inputs: Mapping[str, Floats]
+    ) -> tuple[Floats, Doubles | None]:
+        """Return the residual behind a layer and, if there are several, all streams."""
         mixed, beside = inputs[contract.ATTENTION], self._config.layers[self._index - 1].beside
         added = self._product(f"{name}.o", mixed[:, : len(self._tensor(f"{name}.o")[0])])
         if beside is not None:
             added = added + self._product(f"{name}.mamba_o", mixed[:, -beside.size :])
         residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
+        if self._config.layers[self._index - 1].laurel is not None:
+            residual = self._with_laurel(name, residual, inputs[contract.RESIDUAL])
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
+        streams: Doubles | None = None
+        if self._config.streams is not None:
+            weights = self._altup(name)
+            predicted, made = (x.astype(np.float64) for x in (inputs[STREAMS], after))
+            streams = altup.correct(weights, predicted, made, self._config.norm_eps)
+            after = (streams[0] * weights.scale).astype(np.float32)
         if self._config.layer_embedding is not None:
-            after = after + self._embedded(name, after, inputs)
+            embedded = self._embedded(name, after, inputs)
+            after = after + embedded
+            if streams is not None:
+                streams[1:] += embedded
         scaled = self._config.layers[self._index - 1].scaled
-        return after * self._tensor(f"{name}.layer_scale") if scaled else after
+        return after * self._tensor(f"{name}.layer_scale") if scaled else after, streams
+
+    def _with_laurel(self, name: str, residual: Floats, before: Floats) -> Floats:
+        """Return the residual behind attention with the product that stands beside it."""
+        x = self._normed(f"{name}.attention_norm", before)
+        added = self._product(f"{name}.laurel_right", self._product(f"{name}.laurel_left", x))
+        added = self._normed(f"{name}.laurel_norm", added)
+        return (residual + x + added) * np.float32(0.5**0.5)
 
     def _embedded(self, name: str, x: Floats, inputs: Mapping[str, Floats]) -> Floats:
         """Return what the tokens' embeddings for a layer add behind its MLP."""
@@ -168,8 +216,10 @@ class ExpertSegment:
         mlp = self._config.layers[self._index - 1].mlp
         up = self._product(f"{prefix}up", x, expert, experts).astype(np.float64)
         if mlp.gated:
-            gate = self._product(f"{prefix}gate", x, expert, experts)
-            inner = gated(gate.astype(np.float64), up, mlp.activation)
+            gate = self._product(f"{prefix}gate", x, expert, experts).astype(np.float64)
+            if mlp.cutoff is not None:
+                gate = exceeding(gate, mlp.cutoff)
+            inner = gated(gate, up, mlp.activation)
         else:
             inner = activate(up, mlp.activation)
         return self._product(f"{prefix}down", inner.astype(np.float32), expert, experts)
@@ -206,7 +256,9 @@ def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -
         read = lambda rows: dequantize(weight.rows(rows))  # noqa: E731
     found = []
     for window in windows:
-        rows = (np.asarray(window, np.int64)[:, None] * layers + np.arange(layers)).reshape(-1)
+        first = np.asarray(window, np.int64)[:, None] * layers
+        first[first >= tensor.shape[0]] = 0
+        rows = (first + np.arange(layers)).reshape(-1)
         found.append(read(rows).reshape(len(window), -1))
     return found
 

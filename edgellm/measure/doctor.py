@@ -304,6 +304,9 @@ def _untested(config: ModelConfig) -> str:
         "layers that share K and V": any(each.kv_from is not None for each in attentions),
         "V made of K": any(each.k_as_v for each in attentions),
         "embeddings for each layer": config.layer_embedding is not None,
+        "several residual streams": config.streams is not None,
+        "products beside attention": any(layer.laurel is not None for layer in config.layers),
+        "gates above a cutoff": any(layer.mlp.cutoff is not None for layer in config.layers),
         "scaled layers": any(layer.scaled for layer in config.layers),
         "an MLP beside experts": any(x.shared and x.shared.beside for x in config.layers),
     }

@@ -21,8 +21,7 @@ from starlette.routing import Route as StarletteRoute
 from edgellm.serve.answering import Answering, BringPrefix
 from edgellm.serve.anthropic.routes import ANTHROPIC
 from edgellm.serve.http.endpoint import Call, Dialect, Endpoint, Route
-from edgellm.serve.http.guard import Guard
-from edgellm.serve.http.request_log import RequestLog
+from edgellm.serve.http.guard import Guard, RequestLog
 from edgellm.serve.http.streaming import BodyReply, Reply, json_reply
 from edgellm.serve.llama_cpp.routes import LLAMA_CPP
 from edgellm.serve.model_pool import ModelPool

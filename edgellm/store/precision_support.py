@@ -76,6 +76,9 @@ PARTS = (
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
     Part("scaled layers", _layer(lambda x: x.scaled), _ALL),
+    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
     Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _ALL),
     Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
     Part(

@@ -17,8 +17,8 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Mamba2
 from edgellm.graphs.models import granitemoehybrid, llama
+from edgellm.graphs.state_mixers import Mamba2
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 

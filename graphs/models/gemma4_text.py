@@ -116,7 +116,7 @@ _NO_TURN = 1e-20
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layers:
+class Layers:
     """Sizes of all layers, in either format.
 
     Attributes:
@@ -172,7 +172,7 @@ class _Layers:
         return replace(kind, kv_from=sources[-1], k_as_v=False)
 
 
-def _attention(
+def attention_of(
     heads: int, kv_heads: int, head_dim: int, *, window: int | None = None, k_as_v: bool = False
 ) -> Attention:
     return Attention(
@@ -216,7 +216,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
             used=fields.read(int, "top_k_experts"),
             scaled=True,
         )
-    layers = _Layers(
+    layers = Layers(
         sliding=sliding,
         experts=experts,
         expert_width=fields.optional(int, "moe_intermediate_size") or 0,
@@ -224,8 +224,8 @@ def config_from_hf(fields: Fields) -> ModelConfig:
             fields.read(int, "intermediate_size") * (wide if i >= count - shared else 1)
             for i in range(count)
         ],
-        local=_attention(heads, kv_heads, head_dim, window=fields.read(int, "sliding_window")),
-        full=_attention(heads, full_heads, full_dim, k_as_v=k_as_v),
+        local=attention_of(heads, kv_heads, head_dim, window=fields.read(int, "sliding_window")),
+        full=attention_of(heads, full_heads, full_dim, k_as_v=k_as_v),
         shared=shared,
         scaled=[True] * count,
     )
@@ -286,7 +286,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     count = fields.read(int, "block_count")
     sliding = sliding_of_gguf(fields, count, period=_PERIOD)
     heads = fields.uniform("attention.head_count")
-    kv_heads = _by_layer(fields, "attention.head_count_kv", count)
+    kv_heads = by_layer(fields, "attention.head_count_kv", count)
     full_dim = fields.read(int, "attention.key_length")
     local_dim = fields.optional(int, "attention.key_length_swa") or full_dim
     fields.require("attention.value_length", full_dim)
@@ -309,13 +309,13 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
             used=fields.read(int, "expert_used_count"),
             scaled=_EXPERT_SCALE in header.tensors,
         )
-    layers = _Layers(
+    layers = Layers(
         sliding=sliding,
         experts=experts,
         expert_width=fields.optional(int, "expert_feed_forward_length") or 0,
-        intermediate=_by_layer(fields, "feed_forward_length", count),
-        local=_attention(heads, _one(fields, kv_heads, sliding, True), local_dim, window=window),
-        full=_attention(heads, _one(fields, kv_heads, sliding, False), full_dim, k_as_v=k_as_v),
+        intermediate=by_layer(fields, "feed_forward_length", count),
+        local=attention_of(heads, _one(fields, kv_heads, sliding, True), local_dim, window=window),
+        full=attention_of(heads, _one(fields, kv_heads, sliding, False), full_dim, k_as_v=k_as_v),
         shared=shared,
         scaled=[_SCALE.format(i) in header.tensors for i in range(count)],
     )
@@ -336,7 +336,7 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     )
 
 
-def _by_layer(fields: Fields, key: str, count: int) -> list[int]:
+def by_layer(fields: Fields, key: str, count: int) -> list[int]:
     """Return the entries of a key that is a number or has one for each layer."""
     if not fields.holds(list, key):
         return [fields.read(int, key)] * count
@@ -358,7 +358,7 @@ def _turning(rope: Rope) -> Rope:
     return replace(rope, inv_freq=tuple(x if x > _NO_TURN else 0.0 for x in rope.inv_freq))
 
 
-def _fold(name: str, tensor: Tensor, fields: Fields, *, count: str) -> Tensor:
+def fold(name: str, tensor: Tensor, fields: Fields, *, count: str) -> Tensor:
     """Cut the table's rows, and the rows of the projection that belong to a layer.
 
     The router divides what it reads by the root of its width.
@@ -382,6 +382,6 @@ ARCHITECTURE = Architecture(
     config_from_gguf=config_from_gguf,
     hf_names=_HF_NAMES,
     gguf_names=_GGUF_NAMES,
-    hf_fold=partial(_fold, count="num_hidden_layers"),
-    gguf_fold=partial(_fold, count="block_count"),
+    hf_fold=partial(fold, count="num_hidden_layers"),
+    gguf_fold=partial(fold, count="block_count"),
 )

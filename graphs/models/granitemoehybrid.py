@@ -15,10 +15,11 @@ from edgellm.graphs.architecture import GGUF_NAMES, HF_NAMES, Architecture, Fuse
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_experts
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Mamba2, SharedExpert
+from edgellm.graphs.layer_config import SharedExpert
 from edgellm.graphs.layer_kinds import FULL, attending_of_gguf, mixers_of_hf, with_mixers
 from edgellm.graphs.models import granite, granitemoe
 from edgellm.graphs.rope_scaling import no_rotation
+from edgellm.graphs.state_mixers import Mamba2
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 

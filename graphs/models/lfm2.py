@@ -13,9 +13,9 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import ShortConv
 from edgellm.graphs.layer_kinds import FULL, attending_of_gguf, mixers_of_hf, with_mixers
 from edgellm.graphs.models import llama
+from edgellm.graphs.state_mixers import ShortConv
 from edgellm.graphs.tensor import Tensor
 
 _DEFAULTS = {

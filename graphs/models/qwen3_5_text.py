@@ -18,9 +18,9 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import DeltaNet
 from edgellm.graphs.layer_kinds import FULL, mixers_of_hf, with_mixers
 from edgellm.graphs.models import lfm2, llama
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.translation import with_values
 

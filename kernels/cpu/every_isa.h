@@ -1,10 +1,15 @@
 // Compiles EDGELLM_KERNEL, the name of a header, for every instruction set, each in a namespace of
-// its own, and defines EDGELLM_CALL(f(x)), which calls the f of the one in use.
+// its own, and defines EDGELLM_CALL(f(x)), which calls the f of the one in use. A file that defines EDGELLM_SETS
+// has those alone.
 #include "isa.h"
+
+#ifndef EDGELLM_SETS
+#define EDGELLM_SETS ~0
+#endif
 
 namespace {
 
-#ifdef EDGELLM_X86
+#if defined(EDGELLM_X86) && EDGELLM_SETS & EDGELLM_FOR_AVX512
 #define EDGELLM_VNNI512
 #ifdef EDGELLM_HAS_AMX
 #define EDGELLM_TILES
@@ -21,10 +26,12 @@ EDGELLM_END
 #undef EDGELLM_VNNI512
 #undef EDGELLM_TILES
 #undef LANES
+#endif
 
+#ifdef EDGELLM_X86
 #define EDGELLM_AVX2
 #define LANES 8
-#ifdef EDGELLM_HAS_AVXVNNI
+#if defined(EDGELLM_HAS_AVXVNNI) && EDGELLM_SETS & EDGELLM_FOR_AVXVNNI
 #define EDGELLM_VNNI256
 EDGELLM_BEGIN_AVXVNNI
 namespace avxvnni {
@@ -37,6 +44,7 @@ EDGELLM_END
 #undef EDGELLM_VNNI256
 #endif
 
+#if EDGELLM_SETS & EDGELLM_FOR_AVX2
 EDGELLM_BEGIN_AVX2
 namespace avx2 {
 #include "vector.h"
@@ -45,12 +53,13 @@ namespace avx2 {
 #include EDGELLM_KERNEL
 }
 EDGELLM_END
+#endif
 #undef EDGELLM_AVX2
 #undef LANES
 #endif
 
 #define LANES 4
-#ifdef EDGELLM_ARM
+#if defined(EDGELLM_ARM) && EDGELLM_SETS & EDGELLM_FOR_NEON
 #define EDGELLM_NEON
 EDGELLM_BEGIN_NEON
 namespace neon {
@@ -63,12 +72,14 @@ EDGELLM_END
 #undef EDGELLM_NEON
 #endif
 
+#if EDGELLM_SETS & EDGELLM_FOR_SCALAR
 namespace scalar {
 #include "vector.h"
 #include "quantize.h"
 #include "../hadamard/cpu.h"
 #include EDGELLM_KERNEL
 }
+#endif
 #undef LANES
 
 }  // namespace

@@ -56,6 +56,13 @@
 #define EDGELLM_HAS_AVXVNNI 1
 #endif
 
+// Added up, the ones that a file is compiled for.
+#define EDGELLM_FOR_AVX512 1
+#define EDGELLM_FOR_AVXVNNI 2
+#define EDGELLM_FOR_AVX2 4
+#define EDGELLM_FOR_NEON 8
+#define EDGELLM_FOR_SCALAR 16
+
 namespace edgellm {
 
 // In the order of preference. AVX512 means with VNNI, AMX that and tiles of 8-bit integers, AVX2 with FMA and

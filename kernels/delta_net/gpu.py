@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from edgellm.kernels.delta_net.weights import STATE_COLUMNS, DeltaNetWeights, DeltaRule
+from edgellm.kernels.delta_net import STATE_COLUMNS, DeltaNetWeights, DeltaRule
 from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.gpu.elementwise import softplus

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import floats
-from edgellm.kernels.delta_net.weights import DeltaNetWeights
+from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import StatePointers, address

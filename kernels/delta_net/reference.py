@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.delta_net.weights import STATE_COLUMNS, DeltaRule
+from edgellm.kernels.delta_net import STATE_COLUMNS, DeltaRule
 
 Floats = NDArray[np.float64]
 

@@ -27,7 +27,7 @@ struct SharedExpert {
 };
 
 // The experts of a model that are in memory, those used last, up to a limit. The same fields, in the same order, as in
-// memory.py.
+// __init__.py.
 struct ExpertMemory {
     int64_t limit, resident;  // bytes
     int64_t clock, hits, reads, bytes_read;  // layers that were computed; what they found, and what they read

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.experts.gpu_router import route_kernel, score_kernel
-from edgellm.kernels.experts.routing import Routing
 from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.linear.gpu import FEW_ROWS, MANY_TILE, Next, Rows, Tiles

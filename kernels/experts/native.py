@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.experts.routing import Routing
+from edgellm.kernels.experts import Routing
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import address

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.experts.routing import Routing
+from edgellm.kernels.experts import Routing
 
 Floats = NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgellm.kernels.checks import floats
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.native import StatePointers, address
-from edgellm.kernels.short_conv.weights import ShortConvWeights
+from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateRows
 
 Floats = NDArray[np.float32]

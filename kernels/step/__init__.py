@@ -2,10 +2,11 @@
 
 from edgellm.kernels.step.native import FusedStep
 from edgellm.kernels.step.span import LayerGroup, StepSpan
-from edgellm.kernels.step.weights import LayerInput, LayerTable, LayerWeights, Weights
+from edgellm.kernels.step.weights import Laurel, LayerInput, LayerTable, LayerWeights, Weights
 
 __all__ = [
     "FusedStep",
+    "Laurel",
     "LayerGroup",
     "LayerInput",
     "LayerTable",

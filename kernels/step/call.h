@@ -1,6 +1,9 @@
 // What the fused step reads and writes.
 #pragma once
 
+#include <limits>
+
+#include "../altup/call.h"
 #include "../attention/call.h"
 #include "../cpu/state_rows.h"
 #include "../delta_net/call.h"
@@ -29,6 +32,13 @@ struct LayerInput {
     const float* post_norm;        // [hidden], of what is added
 };
 
+// What a layer adds beside attention: norm(right(left(x))) of the same normalized rows x, these rows themselves, and all
+// of it times sqrt(1 / 2). Without panels there is none.
+struct Laurel {
+    Linear left, right;      // [rank, hidden], [hidden, rank]
+    const float* post_norm;  // [hidden]
+};
+
 // The same fields, in the same order, as in native.py; vectors that are not there are null.
 struct Layer {
     // q, k and v are those of attention: k and v without panels in a layer that reads those of another, v where it is k
@@ -48,11 +58,15 @@ struct Layer {
     SharedExpert shared;
     const float* sinks;    // [heads]
     LayerInput input;
+    Laurel laurel;
+    AltUp altup;
     ShortConv short_conv;
     Mamba2 mamba2;
     DeltaNet delta_net;
     float scale, softcap;  // of the scores; softcap 0: none
     float output_scale;    // of the residual, at the end of the layer
+    // standard deviations above a row's mean from which on a gate counts, by what it exceeds; -infinity: all count
+    float cutoff;
     int32_t heads, window, rope, activation;
     int32_t pool, slot;  // which of the call's pools has its K and V, or its state, and as which layer
     int32_t beside_pool, beside_slot;  // the same for the state of what is beside attention
@@ -64,13 +78,16 @@ struct Layer {
     const Linear& state_out() const { return has_beside() ? beside_o : o; }
     bool has_own_kv() const { return k.panels != nullptr; }
     bool has_input() const { return input.gate.panels != nullptr; }
+    bool has_laurel() const { return laurel.left.panels != nullptr; }
+    bool cuts_off() const { return cutoff > std::numeric_limits<float>::lowest(); }
     int qkv_outputs() const { return q.outputs + 2 * k.outputs; }  // V may be K
+    int laurel_at() const { return qkv_outputs() + output_gate.outputs; }  // behind what attention has
     // What the mixer's input projections give for a row.
     int mixed_outputs() const {
         if (mixer == SHORT_CONV) return short_conv.in.outputs;
         if (mixer == MAMBA2) return mamba2.inputs();
         if (latent.there()) return q.outputs + k.outputs + v.outputs + latent.query_down.outputs;
-        return mixer == DELTA_NET ? delta_net.outputs() : qkv_outputs() + output_gate.outputs;
+        return mixer == DELTA_NET ? delta_net.outputs() : laurel_at() + laurel.left.outputs;
     }
     bool gated() const { return gate.panels != nullptr; }
     bool has_experts() const { return router.weight != nullptr; }
@@ -84,9 +101,13 @@ struct Transformer {
     Linear embedding, head;  // the same panels where they are tied
     Linear layer_table;      // [vocabulary * layers, width], embeddings of a token for each layer; or without panels
     const float* layer_norm;  // [width], of their contexts
+    Linear streams_enter, streams_leave;  // of each residual stream but the first, one behind the other
     ExpertMemory* expert_memory;  // null: all experts stay in memory
-    int32_t layer_count, hidden;
+    int32_t layer_count, hidden, streams;  // residual streams, 1 or more
     float epsilon, embedding_scale, logit_softcap;  // the last one 0: none
+
+    // Numbers of a row between two layers.
+    int width() const { return streams * hidden; }
 };
 
 // The states of a span in a pool; the same fields as in native.py.
@@ -112,8 +133,8 @@ struct StepCall {
     const Rope* ropes;      // those that layers name by their index
     const Span* spans;      // span_count; their rows come one after the other
     const int64_t* tokens;  // [count]
-    const float* entering;  // [count, hidden], the residual before first_layer; null: the embeddings of the tokens
-    float* states;          // [count, hidden], after the final norm, or the residual where layers are left
+    const float* entering;  // [count, width], all streams before first_layer; null: the embeddings of the tokens
+    float* states;          // [count, hidden] after the final norm, or [count, width] where layers are left
     float* logits;          // [logit_rows, outputs of the head padded to panels]
     char* workspace;        // edgellm_step_workspace bytes
     int32_t (*should_stop)();  // asked before each layer, in the calling thread; may be null

@@ -13,6 +13,7 @@ from edgellm.kernels.kv_blocks import KVBlocks
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.quantized import GROUP
 from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step.weights import VECTORS, LayerWeights, Weights
 
@@ -32,12 +33,15 @@ def check_weights(weights: Weights, *, ropes: int) -> None:
         _require_floats("final_norm_bias", weights.final_norm_bias, hidden)
     for name, table in (("embedding", weights.embedding), ("head", weights.head)):
         _require(name, (table.outputs, table.inputs), (vocabulary, hidden))
+    if weights.streams is not None:
+        weights.streams.check(hidden)
     if not weights.layers:
         raise ValueError("weights without a layer")
     for index, layer in enumerate(weights.layers):
         _check_layer(layer, hidden)
         _check_source(weights.layers, index)
         _check_input(weights, layer)
+        _check_streams(weights, layer)
         if not 0 <= layer.rope < ropes:
             raise ValueError(f"RoPE table {layer.rope} of {ropes}")
 
@@ -54,6 +58,7 @@ def _check_layer(layer: LayerWeights, hidden: int) -> None:
         _require("o", layer.o.inputs, layer.mixer.size)
     _require("o", layer.o.outputs, hidden)
     _check_beside(layer, hidden)
+    _check_laurel(layer, hidden)
     for name, linear in (("gate", layer.gate), ("up", layer.up)):
         if linear is not None:
             _require(name, (linear.outputs, linear.inputs), (intermediate, hidden))
@@ -156,7 +161,13 @@ def _check_input(weights: Weights, layer: LayerWeights) -> None:
     if weights.layer_table is None:
         raise ValueError("a layer with embeddings of its own; needed is their table")
     table, width = weights.layer_table.table, weights.layer_table.table.inputs
-    _require("layer_table", table.outputs, weights.embedding.outputs * len(weights.layers))
+    count = len(weights.layers)
+    tokens, most = table.outputs // count, weights.embedding.outputs
+    if table.outputs % count or not 1 <= tokens <= most:
+        raise ValueError(
+            f"layer_table has {table.outputs} rows; needed are {count} for each of up to {most} "
+            "tokens"
+        )
     _require_floats("layer_table.norm", weights.layer_table.norm, width)
     _require_floats("input.post_norm", given.post_norm, hidden)
     for name, linear in (("context", given.context), ("gate", given.gate)):
@@ -164,6 +175,38 @@ def _check_input(weights: Weights, layer: LayerWeights) -> None:
     _require("input.output", (given.output.outputs, given.output.inputs), (hidden, width))
     if width % PANEL:
         raise ValueError(f"input.gate has {width} outputs; needed are whole panels of {PANEL}")
+
+
+def _check_streams(weights: Weights, layer: LayerWeights) -> None:
+    """Check a layer's weights around several residual streams."""
+    _require("altup is there", layer.altup is not None, weights.streams is not None)
+    if layer.altup is not None:
+        layer.altup.check(streams=weights.stream_count, hidden=weights.embedding.inputs)
+        _require("output_scale beside streams", layer.output_scale, 1.0)
+
+
+def _check_laurel(layer: LayerWeights, hidden: int) -> None:
+    """Check what a layer adds beside attention, and that an MLP with a cutoff is a plain one."""
+    if layer.cutoff is not None:
+        parts = layer.routing, layer.gate_bias, layer.up_bias
+        if layer.gate is None or any(part is not None for part in parts):
+            raise ValueError("a cutoff of gates; needed is one MLP with a gate and without biases")
+    laurel = layer.laurel
+    if laurel is None:
+        return
+    norms = layer.attention_norm, layer.post_attention_norm
+    others = layer.mixer, layer.routing, layer.beside, layer.latent
+    if any(norm is None for norm in norms) or others != (None,) * 4:
+        raise ValueError(
+            "laurel beside another mixer or experts, or without norms; needed are attention and a "
+            "plain MLP, with norms before and behind attention"
+        )
+    rank = laurel.left.outputs
+    shapes = (laurel.left.inputs, laurel.right.outputs, laurel.right.inputs)
+    _require("laurel", shapes, (hidden, hidden, rank))
+    _require_floats("laurel.post_norm", laurel.post_norm, hidden)
+    if rank % GROUP:
+        raise ValueError(f"laurel.left has {rank} outputs; needed is a multiple of {GROUP}")
 
 
 def _check_router(layer: LayerWeights, hidden: int) -> int:

@@ -5,6 +5,8 @@
 struct Buffers {
     float *residual, *branch, *mixed, *parts;  // branch: what a norm takes before it is added
     float *q, *delta;  // rotated queries, or rows behind a convolution; between the phases of a delta net
+    float *first_stream, *other_streams, *laurel;  // [rows, hidden], [rows, (streams - 1) * hidden], [rows, hidden]
+    float *gates, *cutoffs;                        // of an MLP whose gates count above a cutoff
     edgellm::Rows x, first{};  // first: what enters layer 0, for layers that have embeddings of their own
     char *attended, *activated;  // rows of each layer's width
     Experts experts;
@@ -15,9 +17,10 @@ struct Buffers {
     Buffers(const edgellm::StepCall& call, const edgellm::Places& places, char* memory, size_t& bytes) {
         const edgellm::Transformer& m = *call.model;
         const int rows = call.count;
-        int mixed_outputs = 0, width = 0, wide = 0, intermediate = 0;
+        int mixed_outputs = 0, width = 0, wide = 0, intermediate = 0, cut = 0;
         size_t delta_floats = 0, of_heads = 0;
-        bool behind = false, inputs = false;
+        bool behind = false, laurels = false;
+        bool inputs = m.streams > 1;
         for (int l = 0; l < m.layer_count; ++l) {
             const edgellm::Layer& layer = m.layers[l];
             mixed_outputs = std::max({mixed_outputs, layer.mixed_outputs(), layer.mamba2.inputs()});
@@ -36,8 +39,11 @@ struct Buffers {
             behind = behind || layer.post_attention_norm.weight || layer.post_mlp_norm.weight || layer.has_input();
             inputs = inputs || layer.has_input();
             mixed_outputs = std::max(mixed_outputs, 2 * layer.input.gate.outputs);
-            intermediate = std::max(intermediate, layer.input.gate.outputs);
+            intermediate = std::max({intermediate, layer.input.gate.outputs, layer.laurel.left.outputs});
+            laurels = laurels || layer.has_laurel();
+            if (layer.cuts_off()) cut = std::max(cut, layer.up.outputs);
         }
+        if (m.streams > 1) of_heads = std::max(of_heads, HeadRows::bytes(m.streams - 1, rows, m.hidden));
         size_t sums = 0;
         for (const edgellm::Heads& heads : places.kinds) sums = std::max(sums, heads.floats());
         const auto take = [&](size_t size) {
@@ -52,6 +58,11 @@ struct Buffers {
         q = floats(size_t(rows) * wide);
         parts = floats(sums);
         delta = floats(delta_floats);
+        first_stream = floats(m.streams > 1 ? size_t(rows) * m.hidden : 0);
+        other_streams = floats(size_t(rows) * (m.streams - 1) * m.hidden);
+        laurel = floats(laurels ? size_t(rows) * m.hidden : 0);
+        gates = floats(size_t(rows) * cut);
+        cutoffs = floats(cut ? rows : 0);
         x = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         if (inputs) first = edgellm::Rows::in(take(edgellm::Rows::bytes(rows, m.hidden)), rows, m.hidden);
         attended = take(std::max(edgellm::Rows::bytes(rows, width), of_heads));
@@ -70,12 +81,13 @@ public:
             for (int r = places.spans[s].row; r < places.spans[s + 1].row; ++r) span_of_[r] = s;
     }
 
-    int phases() const { return (22 + b_.adapters.phases()) * model_.layer_count + 5; }
+    int phases() const { return (22 + b_.adapters.phases()) * model_.layer_count + 9; }
 
     bool stopped() const { return stop_; }
 
     void run(edgellm::Worker& worker) {
         every_row(worker, [&](int r) { enter(r); });
+        if (has_streams() && !call_.entering) enter_streams(worker);
         for (int l = call_.first_layer; l < call_.last_layer; ++l) {
             if (must_stop()) return;
             const edgellm::Layer& layer = model_.layers[l];
@@ -89,14 +101,14 @@ public:
                 if (layer.has_beside()) add_beside(worker, layer, l);
                 run_attention(worker, layer, l);
             }
-            const Changed o{&layer, &edgellm::LayerChanges::o};
-            add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
+            multiply_out(worker, layer);
             if (layer.has_experts())
                 run_experts(worker, layer, l);
             else
                 run_mlp(worker, layer);
             if (layer.has_input()) add_input(worker, layer, l);
         }
+        if (has_streams() && ends()) leave_streams(worker);
         every_row(worker, [&](int r) { finish(r); }, weights(model_.head));
         if (call_.logit_rows == 0) return;
         multiply(worker, {{&model_.head, call_.logits}}, b_.x,
@@ -110,6 +122,37 @@ private:
         const bool asks = call_.should_stop != nullptr && std::this_thread::get_id() == caller_;
         if (asks && !stop_ && call_.should_stop()) stop_ = true;
         return stop_;
+    }
+
+    bool has_streams() const { return model_.streams > 1; }
+    bool ends() const { return call_.last_layer == model_.layer_count; }
+
+    StreamRow streams(int r) const {
+        const size_t hidden = model_.hidden;
+        return {b_.first_stream + r * hidden, b_.other_streams + r * (model_.streams - 1) * hidden, model_.streams,
+                model_.hidden};
+    }
+
+    // The other streams of a token's embedding, which is the first one.
+    void enter_streams(edgellm::Worker& worker) const {
+        const edgellm::Linear& enter = model_.streams_enter;
+        multiply(worker, {{&enter, b_.other_streams}}, b_.first, enter.outputs, false);
+        every_row(worker, [&](int r) { level(streams(r)); });
+    }
+
+    // All streams become one again, in the residual.
+    void leave_streams(edgellm::Worker& worker) const {
+        const int others = model_.streams - 1, hidden = model_.hidden;
+        const HeadRows rows(b_.attended, rows_, hidden);
+        every_row(worker, [&](int r) {
+            leave(r, model_.layers[call_.last_layer - 1]);
+            for (int s = 0; s < others; ++s) rows.quantize(streams(r).of(s + 1), s, r);
+        });
+        multiply_heads(worker, model_.streams_leave, others, rows, b_.other_streams, hidden);
+        every_row(worker, [&](int r) {
+            level(streams(r));
+            merge(streams(r), b_.residual + size_t(r) * hidden);
+        });
     }
 
     // A layer's panels, so many an item. Many rows wait for arithmetic and not for weights.
@@ -135,6 +178,8 @@ private:
             worker,
             [&](int r) {
                 if (l > call_.first_layer) leave(r, model_.layers[l - 1]);
+                if (has_streams())
+                    predict(layer.altup, streams(r), model_.epsilon, b_.residual + size_t(r) * model_.hidden);
                 normalize(layer.attention_norm, r, layer.any_fine());
             },
             weights(first));
@@ -288,12 +333,15 @@ private:
         multiply(worker, {{&layer.q, b_.mixed, q},
                           {&layer.k, b_.mixed + layer.q.outputs, k},
                           {&layer.v, b_.mixed + layer.q.outputs + layer.k.outputs, v},
-                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate}},
+                          {&layer.output_gate, b_.mixed + layer.qkv_outputs(), gate},
+                          {&layer.laurel.left, b_.mixed + layer.laurel_at()}},
                  b_.x, outputs, false);
         every_row(worker, [&](int r) {
             float *qkv = b_.mixed + size_t(r) * outputs, *q = b_.q + size_t(r) * heads.width();
             const edgellm::Rope& rope = call_.ropes[layer.rope];
             add_biases(layer, qkv);
+            if (const int groups = layer.laurel.left.outputs / edgellm::GROUP)
+                quantize_groups(qkv + layer.laurel_at(), 0, groups, laurel_rows(layer), r, false);
             if (!layer.has_own_kv())
                 return turn_queries(rope, layer.head_norms, heads.heads, heads.head_dim, position(r), qkv, q);
             float* k = qkv + layer.q.outputs;
@@ -304,6 +352,25 @@ private:
         attention(worker, layer, heads);
         every_row(
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o));
+    }
+
+    // The rows between the two products that a layer adds beside attention.
+    edgellm::Rows laurel_rows(const edgellm::Layer& layer) const {
+        return edgellm::Rows::in(b_.activated, rows_, layer.laurel.left.outputs);
+    }
+
+    // The residual behind attention, and behind what a layer adds beside it.
+    void complete_attention(int r, const edgellm::Layer& layer) const {
+        if (!layer.has_laurel()) return complete(r, layer.o_bias, layer.post_attention_norm);
+        const int hidden = model_.hidden;
+        float *x = b_.residual + size_t(r) * hidden, *added = b_.laurel + size_t(r) * hidden;
+        float* normed = static_cast<float*>(edgellm::scratch(4 * size_t(hidden)));
+        scaled_norm(added, {layer.laurel.post_norm, nullptr}, hidden, model_.epsilon, normed);
+        std::memcpy(added, normed, 4 * size_t(hidden));
+        scaled_norm(x, layer.attention_norm, hidden, model_.epsilon, normed);
+        add_to(added, normed, hidden);
+        complete(r, layer.o_bias, layer.post_attention_norm);
+        for (int i = 0; i < hidden; i += LANES) store(x + i, (load(x + i) + load(added + i)) * splat(0.70710678f));
     }
 
     // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines.
@@ -356,6 +423,16 @@ private:
             multiply(worker, {{&linear, b_.residual, changed}}, x, model_.hidden, true);
     }
 
+    // The output projection of a layer's mixer, and the second product of what it adds beside attention.
+    void multiply_out(edgellm::Worker& worker, const edgellm::Layer& layer) const {
+        const Changed o{&layer, &edgellm::LayerChanges::o};
+        if (!layer.has_laurel()) return add_product(worker, layer.o, o, mixer_out(layer), layer.post_attention_norm);
+        const edgellm::Rows beside = laurel_rows(layer);
+        b_.adapters.shrink(worker, {o}, layer.o.inputs);
+        multiply(worker, {{&layer.o, b_.branch, o}, {&layer.laurel.right, b_.laurel, {}, &beside}}, mixer_out(layer),
+                 model_.hidden, false);
+    }
+
     void complete(int r, const float* bias, const edgellm::Norm& post) const {
         float* residual = b_.residual + size_t(r) * model_.hidden;
         if (!post.weight) {
@@ -372,17 +449,28 @@ private:
     // Experts have added their biases, each by its share.
     void complete_mlp(int r, const edgellm::Layer& layer) const {
         complete(r, layer.has_experts() ? nullptr : layer.down_bias, layer.post_mlp_norm);
+        if (has_streams()) correct(layer.altup, streams(r), model_.epsilon, b_.residual + size_t(r) * model_.hidden);
     }
 
     // What a layer still has to add when its last product is there, and the scale of all of it.
     void leave(int r, const edgellm::Layer& layer) const {
-        if (layer.has_input())
-            complete(r, nullptr, {layer.input.post_norm, nullptr});
-        else
+        if (!layer.has_input())
             complete_mlp(r, layer);
+        else if (has_streams())
+            add_to_others(r, layer);
+        else
+            complete(r, nullptr, {layer.input.post_norm, nullptr});
         if (layer.output_scale == 1) return;
         float* x = b_.residual + size_t(r) * model_.hidden;
         for (int i = 0; i < model_.hidden; i += LANES) store(x + i, load(x + i) * splat(layer.output_scale));
+    }
+
+    // What the layer's own embeddings add to all streams but the first.
+    void add_to_others(int r, const edgellm::Layer& layer) const {
+        const size_t hidden = model_.hidden;
+        float* normed = static_cast<float*>(edgellm::scratch(4 * hidden));
+        scaled_norm(b_.branch + r * hidden, {layer.input.post_norm, nullptr}, model_.hidden, model_.epsilon, normed);
+        for (int s = 1; s < model_.streams; ++s) add_to(streams(r).of(s), normed, hidden);
     }
 
     void add_biases(const edgellm::Layer& layer, float* qkv) const {
@@ -401,8 +489,14 @@ private:
         float* x = b_.residual + size_t(r) * model_.hidden;
         if (!call_.entering || b_.first.codes) embed(static_cast<int>(token), x);
         if (b_.first.codes) quantize_groups(x, 0, model_.hidden / edgellm::GROUP, b_.first, r, false);
-        if (call_.entering)
-            std::memcpy(x, call_.entering + size_t(r) * model_.hidden, 4 * size_t(model_.hidden));
+        const size_t bytes = 4 * size_t(model_.hidden);
+        const float* entering = call_.entering ? call_.entering + size_t(r) * model_.width() : x;
+        if (has_streams()) {
+            std::memcpy(streams(r).first, entering, bytes);
+            if (call_.entering) std::memcpy(streams(r).others, entering + model_.hidden, (model_.streams - 1) * bytes);
+        } else if (call_.entering) {
+            std::memcpy(x, entering, bytes);
+        }
     }
 
     void embed(int token, float* x) const {
@@ -435,11 +529,13 @@ private:
     }
 
     void finish(int r) const {
-        leave(r, model_.layers[call_.last_layer - 1]);
+        if (!has_streams() || !ends()) leave(r, model_.layers[call_.last_layer - 1]);
         const float* x = b_.residual + size_t(r) * model_.hidden;
-        float* out = call_.states + size_t(r) * model_.hidden;
-        if (call_.last_layer < model_.layer_count) {
-            std::memcpy(out, x, 4 * size_t(model_.hidden));
+        float* out = call_.states + size_t(r) * (ends() ? model_.hidden : model_.width());
+        if (!ends()) {
+            const StreamRow row = streams(r);
+            std::memcpy(out, has_streams() ? row.first : x, 4 * size_t(model_.hidden));
+            if (has_streams()) std::memcpy(out + model_.hidden, row.others, 4 * size_t(row.count - 1) * row.width);
             return;
         }
         scaled_norm(x, model_.final_norm, model_.hidden, model_.epsilon, out);
@@ -538,10 +634,19 @@ private:
         const std::initializer_list<Changed> changed{{&layer, &edgellm::LayerChanges::gate, 0},
                                                      {&layer, &edgellm::LayerChanges::up, 1}};
         b_.adapters.shrink(worker, changed, model_.hidden);
+        Mlp mlp{layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation, &layer};
+        if (layer.cuts_off()) {
+            const int outputs = layer.up.outputs;
+            multiply(worker, {{&layer.gate, b_.gates, *changed.begin()}}, b_.x, outputs, false);
+            every_row(worker, [&](int r) {
+                b_.cutoffs[r] = cutoff_of(b_.gates + r * size_t(outputs), outputs, layer.cutoff);
+            });
+            mlp.gates = b_.gates;
+            mlp.cutoffs = b_.cutoffs;
+        }
         worker.each((groups + run - 1) / run, [&](int item) {
             const int first = item * run, end = std::min(groups, first + run);
-            activate_groups({layer.gate, layer.up, layer.gate_bias, layer.up_bias, layer.activation, &layer}, first, end,
-                            b_.x, rows_, out, b_.adapters);
+            activate_groups(mlp, first, end, b_.x, rows_, out, b_.adapters);
         });
     }
 
@@ -550,7 +655,7 @@ private:
         every_row(
             worker,
             [&](int r) {
-                complete(r, layer.o_bias, layer.post_attention_norm);
+                complete_attention(r, layer);
                 normalize(layer.mlp_norm, r, false);
             },
             weights(layer.gated() ? layer.gate : layer.up, 2 * groups_at_once(layer)));
@@ -616,7 +721,8 @@ private:
             worker,
             [&](int r) {
                 const float* gate = b_.mixed + size_t(r) * 2 * width;
-                const int row = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                const int at = static_cast<int>(call_.tokens[r]) * model_.layer_count + l;
+                const int row = at < model_.layer_table.outputs ? at : l;
                 activate_input(model_, layer, row, gate, gate + width, activated, r);
             },
             weights(input.output));

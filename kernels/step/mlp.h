@@ -27,6 +27,7 @@ struct Mlp {
     const float *gate_bias, *up_bias;    // of all outputs, or null
     int32_t activation;
     const edgellm::Layer* layer = nullptr;  // whose gate and up adapters change; null: of experts, which none changes
+    const float *gates = nullptr, *cutoffs = nullptr;  // [rows, outputs], what gate gave already; from which on they count
 };
 
 // x * sigmoid(t); t is x itself for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x^3) for GELU as tanh has it
@@ -54,6 +55,26 @@ inline void add_to(float* x, const float* y, size_t n) {
     for (size_t i = 0; i < n; i += LANES) store(x + i, load(x + i) + load(y + i));
 }
 
+// A row's mean and `deviations` of its standard deviations; `n` is a multiple of the widest vector.
+inline float cutoff_of(const float* x, int n, float deviations) {
+    Vec sum = {}, squares = {};
+    for (int i = 0; i < n; i += LANES) sum += load(x + i);
+    const float mean = sum_of(sum) / static_cast<float>(n);
+    for (int i = 0; i < n; i += LANES) {
+        const Vec d = load(x + i) - splat(mean);
+        squares += d * d;
+    }
+    return mean + deviations * std::sqrt(sum_of(squares) / static_cast<float>(n));
+}
+
+// What numbers exceed a cutoff by; 0 where they do not.
+inline void exceed(const float* x, float cutoff, size_t n, float* out) {
+    for (size_t i = 0; i < n; i += LANES) {
+        const Vec d = load(x + i) - splat(cutoff);
+        store(out + i, d < Vec{} ? Vec{} : d);
+    }
+}
+
 // Groups first .. end of activation(gate(x)) * up(x), quantized; two panels of gate and up make one group.
 inline void activate_groups(const Mlp& mlp, int first, int end, const edgellm::Rows& x, int rows,
                             const edgellm::Rows& out, const Adapters& adapters = {}) {
@@ -67,7 +88,12 @@ inline void activate_groups(const Mlp& mlp, int first, int end, const edgellm::R
     };
     const bool has_gate = mlp.gate.panels != nullptr;  // read once: a store of a vector may change all else
     const int activation = mlp.activation;
-    if (has_gate) product(mlp.gate, mlp.gate_bias, gates, {mlp.layer, &edgellm::LayerChanges::gate, 0});
+    if (mlp.gates)
+        for (int r = 0; r < rows; ++r)
+            exceed(mlp.gates + r * size_t(mlp.up.outputs) + size_t(first) * edgellm::GROUP, mlp.cutoffs[r], width,
+                   gates + r * width);
+    else if (has_gate)
+        product(mlp.gate, mlp.gate_bias, gates, {mlp.layer, &edgellm::LayerChanges::gate, 0});
     product(mlp.up, mlp.up_bias, ups, {mlp.layer, &edgellm::LayerChanges::up, 1});
     for (int r = 0; r < rows; ++r) {
         float *y = gates + r * width, *factor = ups + r * width;

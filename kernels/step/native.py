@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup.native import AltUpLayer
 from edgellm.kernels.checks import block_ids, check_rope, indices
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
@@ -44,6 +46,7 @@ from edgellm.kernels.step.span import (
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
+    Laurel,
     LayerInput,
     LayerWeights,
     Weights,
@@ -73,6 +76,21 @@ class _LayerInput(ctypes.Structure):
         return cls(*map(layer_of, linears), address(given.post_norm))
 
 
+class _Laurel(ctypes.Structure):
+    """Weights of what a layer adds beside attention; the fields are those of call.h."""
+
+    _fields_ = [
+        *((name, LinearLayer) for name in ("left", "right")),
+        ("post_norm", ctypes.c_void_p),
+    ]
+
+    @classmethod
+    def of(cls, given: Laurel | None) -> _Laurel:
+        if given is None:
+            return cls()
+        return cls(layer_of(given.left), layer_of(given.right), address(given.post_norm))
+
+
 class _Layer(ctypes.Structure):
     """Weights of a layer; the fields are those of call.h, in their order."""
 
@@ -86,10 +104,12 @@ class _Layer(ctypes.Structure):
         ("shared", SharedExpertLayer),
         ("sinks", ctypes.c_void_p),
         ("input", _LayerInput),
+        ("laurel", _Laurel),
+        ("altup", AltUpLayer),
         ("short_conv", ShortConvLayer),
         ("mamba2", Mamba2Layer),
         ("delta_net", DeltaNetLayer),
-        *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale", "cutoff")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "beside_pool", "beside_slot")),
         *((name, ctypes.c_int32) for name in ("mixer", "state_size")),
@@ -107,8 +127,9 @@ class _Transformer(ctypes.Structure):
         ("head", LinearLayer),
         ("layer_table", LinearLayer),
         ("layer_norm", ctypes.c_void_p),
+        *((name, LinearLayer) for name in ("streams_enter", "streams_leave")),
         ("expert_memory", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("layer_count", "hidden")),
+        *((name, ctypes.c_int32) for name in ("layer_count", "hidden", "streams")),
         *((name, ctypes.c_float) for name in ("epsilon", "embedding_scale", "logit_softcap")),
     ]
 
@@ -190,12 +211,15 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         SharedExpertLayer.of(layer.shared, [getattr(layer, name) for name in SHARED_VECTORS]),
         address(layer.sinks),
         _LayerInput.of(layer.input),
+        _Laurel.of(layer.laurel),
+        AltUpLayer.of(layer.altup),
         ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
         Mamba2Layer.of(mixer) if isinstance(mixer, Mamba2Weights) else Mamba2Layer(),
         DeltaNetLayer.of(mixer) if isinstance(mixer, DeltaNetWeights) else DeltaNetLayer(),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.output_scale,
+        -math.inf if layer.cutoff is None else layer.cutoff,
         layer.heads,
         layer.window or 0,
         layer.rope,
@@ -276,7 +300,7 @@ class FusedStep:
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots, weights.beside_slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
-        table = weights.layer_table
+        table, streams = weights.layer_table, weights.streams
         counts = [0 if each.routing is None else each.routing.experts for each in weights.layers]
         self.expert_memory: ExpertMemory | None = None
         if expert_memory is not None and any(counts):
@@ -291,9 +315,12 @@ class FusedStep:
             layer_of(weights.head, fine=True),
             layer_of(None if table is None else table.table),
             None if table is None else address(table.norm),
+            layer_of(None if streams is None else streams.enter),
+            layer_of(None if streams is None else streams.leave),
             None if self.expert_memory is None else self.expert_memory.pointer,
             len(weights.layers),
             weights.embedding.inputs,
+            weights.stream_count,
             weights.epsilon,
             weights.embedding_scale,
             weights.logit_softcap or 0.0,
@@ -321,7 +348,8 @@ class FusedStep:
 
         Returns:
             Hidden states after the final norm `[tokens, E]`, or the residual that enters the layer
-            behind the group, and logits `[logit_rows, V]`, span after span; None: it was stopped.
+            behind the group, of several streams side by side `[tokens, S * E]`, and logits
+            `[logit_rows, V]`, span after span; None: it was stopped.
 
         Raises:
             ValueError: a token, block, position or layer does not exist, or an adapter is for
@@ -338,14 +366,16 @@ class FusedStep:
         layers, hidden = len(weights.layers), weights.embedding.inputs
         if group is None:
             group = LayerGroup(layers=range(layers))
-        check_group(group, layers=layers, rows=len(ids), hidden=hidden, logit_rows=rows)
+        width = weights.stream_count * hidden
+        check_group(group, layers=layers, rows=len(ids), width=width, logit_rows=rows)
         errors: list[BaseException] = []
         callback = _ShouldStop()
         if should_stop is not None:
             answers = _answers(should_stop, errors)
             next(answers)
             callback = _ShouldStop(answers.__next__)
-        states = np.empty((len(ids), hidden), np.float32)
+        ends = group.layers.stop == layers
+        states = np.empty((len(ids), hidden if ends else width), np.float32)
         width = -(-weights.head.outputs // PANEL) * PANEL
         logits = np.empty((rows, width), np.float32)
         call = _Call(

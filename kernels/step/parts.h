@@ -10,6 +10,7 @@
 #include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
 #include "../latent/cpu.h"
+#include "../altup/cpu.h"
 #include "../short_conv/cpu.h"
 #include "../mamba2/cpu.h"
 #include "cpu.h"

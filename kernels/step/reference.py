@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup import reference as altup
 from edgellm.kernels.attention import reference as attention
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net import reference as delta_net
@@ -59,6 +60,13 @@ def forward(
         weights, matrices, tokens, ropes, format=format, rounded=rounded, adapter=adapter
     )
     x = every[-1]
+    if weights.streams is not None:
+        x = altup.leave(
+            _streams(weights, x),
+            lambda rows, index: _products(
+                matrices, {}, "", rounded, index, weights.stream_count - 1
+            )(rows, "streams_leave"),
+        )
     states = norm(x, weights.final_norm, weights.final_norm_bias, weights.epsilon)
     logits = states @ matrices["head"].T.astype(np.float64)
     if weights.logit_softcap is not None:
@@ -83,12 +91,20 @@ def through(
 ) -> list[Floats]:
     """Compute the residual `[C, E]` of all tokens before the first layer and behind each.
 
-    Arguments are those of `forward`.
+    Several streams stand side by side, `[C, S * E]`. Arguments are those of `forward`.
     """
-    residuals = [embed(weights, matrices, tokens)]
+    first = embed(weights, matrices, tokens)
+    residuals = [first]
+    if weights.streams is not None:
+        project = _products(matrices, {}, "", rounded, 0, 1)
+        streams = altup.enter(first, lambda x: project(x, "streams_enter"))
+        residuals = [np.concatenate(streams, axis=1)]
     kept: dict[int, tuple[Floats, Floats]] = {}  # K and V of layers that have their own
     for index, layer in enumerate(weights.layers):
         x = residuals[-1]
+        if layer.altup is not None:
+            streams = altup.predict(layer.altup, _streams(weights, x), weights.epsilon)
+            x = streams[0]
         product_of = partial(_products, matrices, adapter or {}, f"layers.{index}.", rounded)
         product = product_of(0, 1)
         normed = norm(x, layer.attention_norm, layer.attention_norm_bias, weights.epsilon)
@@ -114,19 +130,36 @@ def through(
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)
+        if layer.laurel is not None:
+            added = product(product(normed, "laurel.left"), "laurel.right")
+            added = norm(added, layer.laurel.post_norm, None, weights.epsilon)
+            x = (x + normed + added) / np.sqrt(2)
         if layer.beside is not None:
             x = x + product(_mixed(normed, layer.beside, product, weights.epsilon), "mamba_o")
         post = layer.post_mlp_norm, layer.post_mlp_norm_bias
         added = _feed_forward(x, layer, product_of, weights.epsilon)
         x = x + norm(added, *post, weights.epsilon)
+        if layer.altup is not None:
+            streams = altup.correct(layer.altup, streams, x, weights.epsilon)
+            x = streams[0] * layer.altup.scale
         if layer.input is not None:
-            e = layer_embeddings(weights, matrices, index, tokens, residuals[0], rounded=rounded)
+            e = layer_embeddings(weights, matrices, index, tokens, first, rounded=rounded)
             added = product(
                 activate(product(x, "input.gate"), layer.activation) * e, "input.output"
             )
-            x = x + norm(added, layer.input.post_norm, None, weights.epsilon)
+            added = norm(added, layer.input.post_norm, None, weights.epsilon)
+            x = x + added
+            if layer.altup is not None:
+                streams[1:] += added
+        if layer.altup is not None:
+            x = np.concatenate(streams, axis=1)
         residuals.append(x * layer.output_scale)
     return residuals
+
+
+def _streams(weights: Weights, x: Floats) -> Floats:
+    """Return the streams `[S, C, E]` of rows that have them side by side."""
+    return np.stack(np.split(x, weights.stream_count, axis=1))
 
 
 def layer_embeddings(
@@ -149,7 +182,9 @@ def layer_embeddings(
     hidden, count = first.shape[1], len(weights.layers)
     context = _products(matrices, {}, f"layers.{index}.", rounded, 0, 1)(first, "input.context")
     context = norm(context / np.sqrt(hidden), weights.layer_table.norm, None, weights.epsilon)
-    rows = matrices["layer_table"][np.asarray(tokens) * count + index].astype(np.float64)
+    table = matrices["layer_table"].reshape(-1, count, weights.layer_table.table.inputs)
+    known = [token if token < len(table) else 0 for token in tokens]
+    rows = table[known, index].astype(np.float64)
     return np.asarray((context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2))
 
 
@@ -270,11 +305,12 @@ def _mlp(
         return _biased(product(x, name), None if bias is None else np.split(bias, count)[expert])
 
     up = biased(x, "up")
-    inner = (
-        activate(up, layer.activation)
-        if layer.gate is None
-        else gated(biased(x, "gate"), up, layer.activation)
-    )
+    if layer.gate is None:
+        return biased(activate(up, layer.activation), "down")
+    gate = biased(x, "gate")
+    if layer.cutoff is not None:
+        gate = exceeding(gate, layer.cutoff)
+    inner = gated(gate, up, layer.activation)
     return biased(inner, "down")
 
 
@@ -305,6 +341,12 @@ def activate(x: Floats, activation: Activation) -> Floats:
     if activation == "gelu_tanh":
         return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
     return np.asarray(x / (1 + np.exp(-x)))
+
+
+def exceeding(gate: Floats, deviations: float) -> Floats:
+    """Return what gates exceed the mean and `deviations` standard deviations of their row by."""
+    cutoff = gate.mean(axis=-1, keepdims=True) + deviations * gate.std(axis=-1, keepdims=True)
+    return np.asarray(np.maximum(gate - cutoff, 0))
 
 
 def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:

@@ -46,21 +46,22 @@ class LayerGroup:
 
     Attributes:
         layers: consecutive indices of the layers.
-        entering: residual of each row before the first layer `[tokens, E]`, in graphs of segments
-            with Q, K and V beside it; None: layer 0 begins with the embedding.
+        entering: residual of each row before the first layer `[tokens, E]`, of several streams side
+            by side, in graphs of segments with Q, K and V beside it; None: layer 0 begins with the
+            embedding.
     """
 
     layers: range
     entering: Floats | None = None
 
 
-def check_group(group: LayerGroup, *, layers: int, rows: int, hidden: int, logit_rows: int) -> None:
+def check_group(group: LayerGroup, *, layers: int, rows: int, width: int, logit_rows: int) -> None:
     """Refuse a group of layers that does not exist, or whose entering residual does not fit.
 
     Args:
         layers: number of layers of the model.
         rows: number of tokens in the call.
-        hidden: width of the residual.
+        width: numbers of a row of the residual.
         logit_rows: number of tokens that go through the LM head.
 
     Raises:
@@ -73,11 +74,11 @@ def check_group(group: LayerGroup, *, layers: int, rows: int, hidden: int, logit
         raise ValueError(f"{logit_rows} rows of logits before the last layer")
     x = group.entering
     if x is None and start > 0:
-        raise ValueError(f"nothing enters layer {start}; needed is float32 ({rows}, {hidden})")
+        raise ValueError(f"nothing enters layer {start}; needed is float32 ({rows}, {width})")
     if x is None:
         return
-    if x.dtype != np.float32 or x.shape != (rows, hidden) or not x.flags.c_contiguous:
-        raise ValueError(f"entering is {x.dtype} {x.shape}; needed is float32 ({rows}, {hidden})")
+    if x.dtype != np.float32 or x.shape != (rows, width) or not x.flags.c_contiguous:
+        raise ValueError(f"entering is {x.dtype} {x.shape}; needed is float32 ({rows}, {width})")
 
 
 def check_spans(spans: Sequence[StepSpan], *, pools: int) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.kv_append.norms import HeadNorms
@@ -46,11 +47,29 @@ class LayerInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Laurel:
+    """Weights of what a layer adds beside attention (LAuReL, arXiv:2411.07501).
+
+    Of the rows n that attention reads, the residual behind attention is
+    `(x + attention(n) + n + norm(right(left(n)))) / sqrt(2)`.
+
+    Attributes:
+        left, right: `[rank, E]` and `[E, rank]`.
+        post_norm: weight of the norm `[E]`.
+    """
+
+    left: PackedWeights
+    right: PackedWeights
+    post_norm: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerTable:
     """Embeddings of tokens for each layer, `e = (norm(c / sqrt(E)) + sqrt(P) * row) / sqrt(2)`.
 
     Attributes:
-        table: `[V * layers, P]`; a token has one row for each layer, side by side.
+        table: `[V * layers, P]`; a token has one row for each layer, side by side. Where it has
+            fewer, tokens behind have those of token 0.
         norm: weight of the norm of the contexts c, `[P]`.
     """
 
@@ -102,6 +121,11 @@ class LayerWeights:
         softcap: soft cap of the scores, or None.
         input: weights for embeddings of the layer's own, or None.
         output_scale: factor of the residual at the end of the layer.
+        laurel: weights of what the layer adds beside attention, or None.
+        altup: weights around several residual streams, of which the layer computes the first, and
+            adds the embeddings of its own to all others; or None.
+        cutoff: number of standard deviations above a row's mean from which on a gate of the MLP
+            counts, by what it exceeds; None: all count as they are.
     """
 
     o: PackedWeights
@@ -158,6 +182,9 @@ class LayerWeights:
     softcap: float | None = None
     input: LayerInput | None = None
     output_scale: float = 1.0
+    laurel: Laurel | None = None
+    altup: AltUpWeights | None = None
+    cutoff: float | None = None
 
     @property
     def head_dim(self) -> int:
@@ -198,10 +225,11 @@ class LayerWeights:
         mixer = (self.q, self.k, self.v) if self.mixer is None else self.mixer.linears
         given = self.input
         inputs = () if given is None else (given.context, given.gate, given.output)
+        laurel = () if self.laurel is None else (self.laurel.left, self.laurel.right)
         mlp = (self.gate, self.up, self.down, *(self.shared or ()))
         beside = () if self.beside is None else (*self.beside.linears, self.mamba_o)
         latent = () if self.latent is None else self.latent.linears
-        every = (*mixer, *latent, self.q_gate, self.o, *beside, *mlp, *inputs)
+        every = (*mixer, *latent, self.q_gate, self.o, *beside, *laurel, *mlp, *inputs)
         return tuple(linear for linear in every if linear is not None)
 
 
@@ -235,6 +263,7 @@ class Weights:
         embedding_scale: factor of the rows of the embedding.
         logit_softcap: soft cap of the logits, or None.
         layer_table: embeddings of tokens for each layer, or None.
+        streams: weights around several residual streams, or None.
     """
 
     layers: Sequence[LayerWeights]
@@ -246,6 +275,12 @@ class Weights:
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
     layer_table: LayerTable | None = None
+    streams: Streams | None = None
+
+    @property
+    def stream_count(self) -> int:
+        """Number of residual streams."""
+        return 1 if self.streams is None else self.streams.count
 
     @property
     def slots(self) -> list[int]:
@@ -273,4 +308,6 @@ class Weights:
         """Bytes of all packed weights, which are nearly all bytes of the model."""
         tables = {id(panels): panels for panels in (self.embedding, self.head)}
         linears = [panels for layer in self.layers for panels in layer.linears]
+        if self.streams is not None:
+            linears += (self.streams.enter, self.streams.leave)
         return sum(panels.data.nbytes for panels in (*tables.values(), *linears))

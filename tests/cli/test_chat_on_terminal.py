@@ -107,6 +107,7 @@ def test_interrupt_at_the_prompt_clears_the_line(shell: Shell) -> None:
     assert said(terminal, "/rewind 2") == ["edgellm: /rewind 2: write a number from 1 to 1"]
 
 
+@pytest.mark.slow
 def test_interrupt_twice_leaves(shell: Shell) -> None:
     terminal = start(shell)
     terminal.send(CTRL_C)
@@ -220,6 +221,7 @@ def test_dumb_terminal(shell: Shell) -> None:
     assert b"\x1b[" not in terminal.raw.partition(b"smollm2")[2]
 
 
+@pytest.mark.slow
 def test_two_interrupts_at_once_leave_a_tidy_terminal(shell: Shell) -> None:
     terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)
@@ -247,6 +249,7 @@ def test_a_paste_during_an_answer_waits_as_one_message(shell: Shell) -> None:
     assert [message["role"] for message in saved] == ["user", "assistant"]
 
 
+@pytest.mark.slow
 def test_stopped_and_gone_on_with(shell: Shell) -> None:
     terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)

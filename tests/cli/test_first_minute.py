@@ -126,6 +126,7 @@ def test_answer_longer_than_the_screen(
     )
 
 
+@pytest.mark.slow
 def test_speed_stands_in_the_last_row_meanwhile(shell: Shell) -> None:
     terminal = shell(rows=10, columns=60)
     type_and_wait(terminal, "seq 20")
@@ -176,6 +177,7 @@ def test_interrupt_keeps_what_is_there(shell: Shell) -> None:
     assert exit_code(terminal) == 130
 
 
+@pytest.mark.slow
 def test_termination_puts_the_terminal_in_order(shell: Shell) -> None:
     terminal = shell(rows=10)
     terminal.enter(ENDLESS)

@@ -226,6 +226,7 @@ def test_a_log_has_a_line_about_long_work_now_and_then(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_pull_shows_one_bar_on_a_terminal(
     wheel_index: Any, tiny_gguf: bytes, edgellm_home: Path

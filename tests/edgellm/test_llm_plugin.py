@@ -183,6 +183,7 @@ def test_the_first_use_says_what_it_waits_for(
     assert first.stdout == second.stdout != ""
 
 
+@pytest.mark.slow
 def test_the_command(tiny_model: Path, tmp_path: Path, edgellm_home: Path) -> None:
     """In a process of its own, through the entry point."""
     assert [each.value for each in entry_points(group="llm", name="edgellm")] == [

@@ -298,6 +298,7 @@ def test_a_schema_and_tools(hermes: LLM) -> None:
     assert answer.text.lstrip().startswith("{")
 
 
+@pytest.mark.slow
 def test_tools_without_the_grammar_engine() -> None:
     code = (
         "import sys; sys.modules['llguidance'] = None; sys.modules['transformers'] = None\n"

@@ -62,6 +62,18 @@ def of_gemma4(key: str) -> str | None:
     return f"blk.{found[1]}.{part}.scale"
 
 
+def of_streams(tensors: Tensors) -> Tensors:
+    """As `Gemma3NModel` of the converter: matrices of all residual streams in one tensor."""
+    left, stacks = {}, defaultdict(list)
+    for key, values in sorted(tensors.items()):
+        found = re.fullmatch(r"(model\.altup_\w+)\.\d+\.weight", key)
+        if found is None:
+            left[key] = values
+        else:
+            stacks[f"{found[1]}.weight"].append(values)
+    return left | {key: np.stack(values) for key, values in stacks.items()}
+
+
 def permuted(values: np.ndarray, heads: int) -> np.ndarray:
     """As `LlamaModel.permute` of the converter."""
     split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

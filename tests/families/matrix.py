@@ -24,7 +24,7 @@ from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import DeltaNet
+from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -152,6 +152,13 @@ def table() -> str:
         lines.append(f"| {name} | {' | '.join(shown)} |")
         print(lines[-1], file=sys.stderr)
     return "\n".join(lines) + "\n"
+
+
+def shown(name: str) -> dict[str, str]:
+    """Return what the page has of a family, by the columns of its table."""
+    table = PAGE.read_text(encoding="utf-8").partition(_BEGIN)[2].partition(_END)[0]
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.strip().splitlines()]
+    return next(dict(zip(rows[0], row, strict=True)) for row in rows if row[0] == name)
 
 
 def replace_table(page: Path, rows: str) -> None:

@@ -10,24 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.backends.packed_weights import mamba2_vectors
+from edgellm.backends.packed_weights import altup_weights, mamba2_vectors
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import (
-    Attention,
-    DeltaNet,
-    LayerConfig,
-    Mamba2,
-    Mlp,
-    Rope,
-    ShortConv,
-)
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.altup import reference as altup
 from edgellm.kernels.attention import reference as attention
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.mamba2 import reference
 from edgellm.kernels.rope import reference as rope
-from edgellm.kernels.step.reference import activate, gated, head_norm, norm
+from edgellm.kernels.step.reference import activate, exceeding, gated, head_norm, norm
 
 _ATTENTION = Attention(heads=6, kv_heads=2, head_dim=16)
 _MLP = Mlp(intermediate=160)
@@ -218,13 +212,21 @@ def after_attention(
     if here.beside is not None:
         rows = normed(checkpoint, f"{name}.attention_norm", residual)
         added = added + product(checkpoint, f"{name}.mamba_o", mamba2(checkpoint, layer, rows, {}))
-    residual = residual + normed(checkpoint, f"{name}.post_attention_norm", added)
+    before, residual = residual, residual + normed(checkpoint, f"{name}.post_attention_norm", added)
+    if here.laurel is not None:
+        x = normed(checkpoint, f"{name}.attention_norm", before)
+        added = product(checkpoint, f"{name}.laurel_left", x)
+        added = product(checkpoint, f"{name}.laurel_right", added)
+        added = x + normed(checkpoint, f"{name}.laurel_norm", added)
+        residual = (residual + added) / np.sqrt(2)
     x = normed(checkpoint, f"{name}.mlp_norm", residual)
     if here.experts is not None:
         added = experts(checkpoint, layer, x, residual)
     else:
         up = product(checkpoint, f"{name}.up", x)
         gate = product(checkpoint, f"{name}.gate", x) if here.mlp.gated else None
+        if here.mlp.cutoff is not None:
+            gate = exceeding(gate, here.mlp.cutoff)
         added = product(checkpoint, f"{name}.down", inner(gate, up, here.mlp.activation))
     return residual + normed(checkpoint, f"{name}.post_mlp_norm", added)
 
@@ -426,7 +428,8 @@ def layer_embedding(
     width = config.layer_embedding
     if width is None:
         return np.zeros_like(x)
-    table = checkpoint.tensor("layer_embedding").float32().reshape(config.vocab_size, -1, width)
+    table = checkpoint.tensor("layer_embedding").float32().reshape(-1, config.layer_count, width)
+    tokens = [token if token < len(table) else 0 for token in tokens]
     context = product(checkpoint, f"{name}layer_context", first) * config.hidden_size**-0.5
     context = normed(checkpoint, "layer_embedding_norm", context)
     e = (context + table[list(tokens), layer].astype(np.float64) * width**0.5) * 2**-0.5
@@ -440,17 +443,47 @@ def layer_embedding(
 _MIXERS = {Attention: attend, ShortConv: short_conv, Mamba2: mamba2, DeltaNet: delta_net}
 
 
+def of_stream(checkpoint: Any, name: str, x: np.ndarray, index: int) -> np.ndarray:
+    """The product with the matrix of one of the streams behind the first."""
+    stack = checkpoint.tensor(name).float32().astype(np.float64)
+    return x @ np.split(stack, checkpoint.config.streams - 1)[index].T
+
+
+def enter_streams(checkpoint: Any, first: np.ndarray) -> np.ndarray | None:
+    """The residual streams of a text's embeddings; None: there is one."""
+    if checkpoint.config.streams is None:
+        return None
+    return altup.enter(first, lambda x: product(checkpoint, "streams_enter", x))
+
+
+def altup_of(checkpoint: Any, layer: int) -> Any:
+    return altup_weights(lambda part: checkpoint.tensor(f"layers.{layer}.{part}").float32())
+
+
 def exact(checkpoint: Any, tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states `[n, E]` and logits `[n, V]` of a text."""
     config = checkpoint.config
     table = checkpoint.tensor("embedding").float32().astype(np.float64)
     x = first = table[list(tokens)] * config.embedding_scale
     kept: Kept = {}
+    streams = enter_streams(checkpoint, first)
     for layer in range(config.layer_count):
+        if streams is not None:
+            weights = altup_of(checkpoint, layer)
+            streams = altup.predict(weights, streams, config.norm_eps)
+            x = streams[0]
         x = after_attention(checkpoint, layer, mix(checkpoint, layer, x, kept), x)
-        x = x + layer_embedding(checkpoint, layer, tokens, first, x)
+        if streams is not None:
+            streams = altup.correct(weights, streams, x, config.norm_eps)
+            x = streams[0] * weights.scale
+        added = layer_embedding(checkpoint, layer, tokens, first, x)
+        x = x + added
+        if streams is not None:
+            streams[1:] += added
         if config.layers[layer].scaled:
             x = x * vector(checkpoint, f"layers.{layer}.layer_scale")
+    if streams is not None:
+        x = altup.leave(streams, lambda rows, i: of_stream(checkpoint, "streams_leave", rows, i))
     hidden = normed(checkpoint, "final_norm", x)
     head = table if config.tied_embedding else checkpoint.tensor("head").float32()
     logits = hidden @ head.T.astype(np.float64)

@@ -12,7 +12,10 @@ from edgellm.llm import LLM
 from edgellm.quantize.weights import quantize_groups
 
 # Parts of models of transformers that stay in float32.
-_EXACT = (".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight", "_bias")
+_EXACT = (
+    *(".gate.weight", ".router.weight", ".conv.conv.weight", ".conv1d.weight", "_bias"),
+    *("_coefs.weight", ".modality_router.weight"),
+)
 
 
 def round_weights(model: Any) -> None:

@@ -118,6 +118,25 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "gemma3n_text": (
+        "Gemma3nText",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 32,
+            "laurel_rank": 32,
+            "altup_num_inputs": 3,
+            "activation_sparsity_pattern": [0.7, 0.95, 0.3, 0.0, 0.5, 0.0],
+            "intermediate_size": [96, 96, 96, 192, 192, 192],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 2e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
     "gemma4_text": (
         "Gemma4Text",
         {
@@ -472,7 +491,7 @@ def make(name: str, folder: Path, **changes: Any) -> Any:
     kind, values = FAMILIES[name]
     values = {**_SMALL, **values, **changes}
     if values.get("hidden_size_per_layer_input") is not None:
-        values["vocab_size_per_layer_input"] = values["vocab_size"]
+        values.setdefault("vocab_size_per_layer_input", values["vocab_size"])
     config = getattr(transformers, f"{kind}Config")(**values)
     torch.manual_seed(0)
     text = kind.removesuffix("Text")
@@ -498,6 +517,10 @@ def perturb(model: Any) -> None:
                 weight += (2 if "gate_up" in key else 0.3) * torch.randn_like(weight)
             else:
                 spread = 0.5 if "embed" in key else 1.2 / weight.shape[-1] ** 0.5
+                if "modality_router" in key:  # what it reads is divided by the width
+                    spread *= weight.shape[-1]
+                if key.endswith("_coefs.weight"):  # or streams grow from layer to layer
+                    spread *= 0.3
                 weight.copy_(spread * torch.randn_like(weight))
         for key, scale in model.named_buffers():
             if key.endswith("layer_scalar"):

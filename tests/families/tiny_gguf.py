@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -19,6 +20,7 @@ from gguf_tensors import (
     latent_ups,
     multiplied,
     of_gemma4,
+    of_streams,
     permuted,
     qkv_and_z,
     stacked,
@@ -51,6 +53,20 @@ def gemma3(w: gguf.GGUFWriter) -> None:
     w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     w.add_rope_scaling_factor(4.0)
     w.add_sliding_window(8)
+
+
+def gemma3n(w: gguf.GGUFWriter) -> None:
+    w.add_altup_active_idx(0)
+    w.add_altup_num_inputs(3)
+    w.add_embedding_length_per_layer_input(32)
+    w.add_shared_kv_layers(3)
+    normal, shares = NormalDist(), (0.7, 0.95, 0.3, 0.0, 0.5, 0.0)
+    scales = [normal.inv_cdf(share) if share else -np.inf for share in shares]
+    w.add_activation_sparsity_scale(scales)
+    w.add_rope_freq_base(2e4)
+    w.add_rope_freq_base_swa(300.0)
+    w.add_sliding_window(8)
+    w.add_sliding_window_pattern([True, True, False] * 2)
 
 
 def gemma4(w: gguf.GGUFWriter) -> None:
@@ -306,6 +322,7 @@ FILES: Mapping[str, tuple[gguf.MODEL_ARCH, Keys, Mapping[str, Any]]] = {
     "gemma": (ARCH.GEMMA, nothing, {}),
     "gemma2": (ARCH.GEMMA2, gemma2, {"query_pre_attn_scalar": 32}),
     "gemma3_text": (ARCH.GEMMA3, gemma3, {}),
+    "gemma3n_text": (ARCH.GEMMA3N, gemma3n, {}),
     "gemma4_text": (ARCH.GEMMA4, gemma4, {}),
     "gemma4_unified": (ARCH.GEMMA4, gemma4_unified, {}),
     "gemma4_experts": (ARCH.GEMMA4, gemma4_experts, {}),
@@ -350,6 +367,7 @@ PERMUTED = (
 )
 # Matrices that are stored in float32 whatever the type of the file.
 EXACT = (
+    *("altup_predict_coef.weight", "altup_correct_coef.weight"),
     *("ffn_gate_inp.weight", "shortconv.conv.weight"),
     *("ssm_a", "ssm_d", "ssm_norm.weight", "ssm_conv1d.weight"),
 )
@@ -384,10 +402,12 @@ def convert(
         loaded = multiplied(loaded, config)
     if arch in (ARCH.GRANITE_HYBRID, ARCH.FALCON_H1):
         loaded = hybrid(loaded, config)
+    if arch == ARCH.GEMMA3N:
+        loaded = of_streams(loaded)
     if arch == ARCH.QWEN3NEXT:
         loaded = qkv_and_z(loaded, config)
     for key, values in stacked(loaded).items():
-        if key.endswith("layer_scalar"):  # a vector without a suffix
+        if key.endswith(("layer_scalar", "output_scale")):  # vectors without a suffix
             key += ".weight"
         if ".linear_attn." in key:
             key, values = delta_net(key, values, config)

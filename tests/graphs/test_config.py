@@ -8,7 +8,8 @@ import pytest
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, ShortConv
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
+from edgellm.graphs.state_mixers import ShortConv
 from edgellm.graphs.tensors import multiplied_parameters, parameters
 
 LAYER = LayerConfig(mixer=Attention(heads=6, kv_heads=2, head_dim=16), mlp=Mlp(intermediate=160))

@@ -390,8 +390,8 @@ def short_router(name: str, values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        (turned, r"ffn_up_exps.weight has shape \[32, 5, 64\].*each of 5 experts"),
-        (of_two_dimensions, r"ffn_up_exps.weight has shape \[160, 64\].*each of 5 experts"),
+        (turned, r"ffn_up_exps.weight has shape \[32, 5, 64\].*stack of 5 matrices"),
+        (of_two_dimensions, r"ffn_up_exps.weight has shape \[160, 64\].*stack of 5 matrices"),
         (short, r"layers\.1\.up has shape \[155, 64\], but the config asks for \[160, 64\]"),
         (short_router, r"layers\.1\.router has shape \[4, 64\]"),
     ],
@@ -407,7 +407,7 @@ def test_tensors_of_other_dimensions_are_refused(
 @pytest.mark.parametrize(
     ("key", "value", "error", "words"),
     [
-        ("expert_count", 6, ModelFormatError, "each of 6 experts|asks for"),
+        ("expert_count", 6, ModelFormatError, "stack of 6|asks for"),
         ("expert_used_count", 6, ModelFormatError, "uses 6 experts of 5"),
         ("expert_feed_forward_length", 64, ModelFormatError, "asks for"),
         ("expert_gating_func", 4, UnsupportedModelError, "expert_gating_func = 4"),

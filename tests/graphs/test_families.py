@@ -113,7 +113,6 @@ def test_a_head_beside_a_tied_embedding_counts_if_it_is_another(
         ("phimoe", False, "a router of another kind"),
         ("deepseek_v32", False, r"sparse attention \(DSA\)"),
         ("jamba", True, "recurrent layers"),
-        ("gemma3n", True, r"several residual streams \(AltUp\)"),
     ],
 )
 def test_architectures_that_need_more_say_of_what(name: str, gguf: bool, missing: str) -> None:
@@ -252,6 +251,7 @@ def wrap(folder: Path, outer: str, prefix: str, head: str, **top: Any) -> None:
     [
         ("gemma3_text", "gemma3", "model.language_model.", ""),
         ("gemma3_text", "gemma3", "language_model.model.", "language_model."),
+        ("gemma3n_text", "gemma3n", "model.language_model.", ""),
         ("gemma4_text", "gemma4", "model.language_model.", ""),
         ("gemma4_unified", "gemma4_unified", "model.language_model.", ""),
         ("ministral3", "mistral3", "model.language_model.", ""),
@@ -269,6 +269,15 @@ def test_text_models_are_found_in_models_that_see(
     assert checkpoint.config == alone
     _, computed = exact(checkpoint, TOKENS)
     np.testing.assert_allclose(computed, logits(model, TOKENS), atol=1e-4)
+
+
+def test_gemma_3n_without_a_scale_and_with_fewer_embeddings_for_layers(tmp_path: Path) -> None:
+    """Tokens of images and sound have the first token's."""
+    fewer = {"vocab_size_per_layer_input": 90, "altup_correct_scale": False}
+    model = make("gemma3n_text", tmp_path, **fewer)
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.config.layer_tokens == 90 <= max(TOKENS)
+    np.testing.assert_allclose(exact(checkpoint, TOKENS)[1], logits(model, TOKENS), atol=5e-4)
 
 
 def test_a_wrapper_that_says_nothing_has_the_head_that_is_there(tmp_path: Path) -> None:
@@ -301,6 +310,11 @@ def test_a_wrapper_has_quantized_weights(tmp_path: Path) -> None:
         ("gemma2", {"attn_logit_softcapping": -1.0}, ModelFormatError, "softcap is -1"),
         ("gemma2", {"hidden_activation": "relu"}, UnsupportedModelError, "relu"),
         ("gemma3_text", {"use_bidirectional_attention": True}, UnsupportedModelError, "bidirect"),
+        ("gemma3n_text", {"altup_active_idx": 1}, UnsupportedModelError, "active_idx = 1 is not"),
+        ("gemma3n_text", {"altup_num_inputs": 9}, UnsupportedModelError, "9 residual streams; 2 t"),
+        ("gemma3n_text", {"laurel_rank": 48}, UnsupportedModelError, "rank of laurel is 48"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [1.0] * 6}, ModelFormatError, "has 1.0"),
+        ("gemma3n_text", {"vocab_size_per_layer_input": 129}, ModelFormatError, "129 tokens have"),
         ("mistral", {"sliding_window": 0}, ModelFormatError, "window is 0"),
         ("llama", {"num_key_value_heads": 3}, ModelFormatError, "multiple of"),
         ("llama", {"num_attention_heads": 0}, ModelFormatError, "heads is 0"),

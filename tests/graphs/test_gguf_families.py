@@ -70,6 +70,28 @@ def test_files_are_what_their_folders_are(tmp_path: Path, name: str) -> None:
     same_tensors(opened, expected)
 
 
+def test_gemma_3n_of_ollama(tmp_path: Path) -> None:
+    """With keys of its own, and embeddings for the layers of fewer tokens."""
+
+    def others(w: gguf.GGUFWriter) -> None:
+        tiny_gguf.gemma3n(w)
+        for name in ("attention.key_length", "attention.value_length", "rope.freq_base_swa"):
+            del w.kv_data[0][f"gemma3n.{name}"]
+        w.add_uint32("gemma3n.head_dim", 32)
+        w.add_float32("gemma3n.rope.freq_base_local", 300.0)
+        w.add_bool("gemma3n.altup.correct_scale", True)
+        w.add_float32("gemma3n.altup.lr_multiplier", 1.0)
+
+    make("gemma3n_text", tmp_path, vocab_size_per_layer_input=90)
+    expected = open_checkpoint(tmp_path)
+    opened = open_checkpoint(
+        convert(tmp_path, tmp_path / "m.gguf", gguf.MODEL_ARCH.GEMMA3N, others)
+    )
+    assert opened.config.layer_tokens == 90
+    same_config(opened.config, expected.config)
+    same_tensors(opened, expected)
+
+
 def test_latents_of_older_files(tmp_path: Path) -> None:
     """With one tensor for keys and values, and the widths of heads under their usual keys."""
 

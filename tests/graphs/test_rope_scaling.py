@@ -140,7 +140,7 @@ def header(vectors: dict[str, list[float]] | None = None, **values: Any) -> GGUF
         model_type="x",
         fields=Fields({"x.context_length": CONTEXT, **keys}, origin="m.gguf", prefix="x."),
         vocab_size=1,
-        tensors=(vectors or {}).keys(),
+        tensors={name: (len(values),) for name, values in (vectors or {}).items()},
         vector=(vectors or {}).get,
     )
 

@@ -44,6 +44,8 @@ class Parts:
     sinks: bool = False
     beside: bool = False  # the shared expert is an MLP with norms of its own beside the experts
     latent: Latents | None = None  # head_dim is the width of what RoPE turns
+    laurel: int | None = None  # its rank
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Shape:
     odd: Shape | None = None
     shared: int = 0  # last layers that read K and V of the last other one with the same window
     layer_width: int | None = None  # of embeddings for each layer
+    layer_tokens: int | None = None  # that have some
+    streams: int | None = None
 
     @property
     def mixed(self) -> bool:
@@ -170,6 +174,20 @@ SHARED = {
         shared=2,
         layer_width=64,
     ),
+    "gemma3n": Shape(
+        *(4, 2, 32),
+        layers=4,
+        window=50,
+        parts=replace(GEMMA4, output_scale=1.0, laurel=32, cutoff=0.6),
+        odd=Shape(
+            *(4, 2, 32), intermediate=320, parts=replace(GEMMA4, output_scale=1.0, laurel=64)
+        ),
+        shared=2,
+        layer_width=64,
+        layer_tokens=50,
+        streams=4,
+    ),
+    "streams": Shape(2, 2, 64, layers=2, streams=2, parts=Parts(cutoff=-0.3)),
     "embeddings": Shape(2, 2, 64, layers=2, layer_width=32),
     "shared": Shape(4, 2, 32, bias=True, layers=3, shared=2),
     "k_as_v": Shape(

@@ -11,6 +11,7 @@ from model_shapes import Latents, Shape
 from random_weights import random_weight
 
 from edgellm.kernels import rope
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts.native import BESIDE
 from edgellm.kernels.kv_append import HeadNorms
@@ -23,6 +24,7 @@ from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView, allocate_states
 from edgellm.kernels.step import (
     FusedStep,
+    Laurel,
     LayerInput,
     LayerTable,
     LayerWeights,
@@ -114,6 +116,9 @@ class Model:
                     pool=int((shape.mixed or shape.hybrid) and index % 2 == 0),
                     input=self._input(prefix),
                     output_scale=here.parts.output_scale,
+                    laurel=self._laurel(prefix, here.parts.laurel),
+                    altup=self._altup(),
+                    cutoff=here.parts.cutoff,
                     **self._vectors(here, index),
                 )
             )
@@ -127,6 +132,7 @@ class Model:
             embedding_scale=shape.parts.embedding_scale,
             logit_softcap=shape.parts.logit_softcap,
             layer_table=self._table(),
+            streams=self._streams(),
         )
         self.turns = []
         for number, magnitude in enumerate(shape.parts.ropes):
@@ -220,8 +226,39 @@ class Model:
         width = self.shape.layer_width
         if width is None:
             return None
-        table = self._linear("layer_table", VOCABULARY * self.shape.layers, width, size=0.2)
+        tokens = self.shape.layer_tokens or VOCABULARY
+        table = self._linear("layer_table", tokens * self.shape.layers, width, size=0.2)
         return LayerTable(table=table, norm=self._vector(width, around=1.0))
+
+    def _laurel(self, prefix: str, rank: int | None) -> Laurel | None:
+        if rank is None:
+            return None
+        return Laurel(
+            left=self._linear(prefix + "laurel.left", rank, self.shape.hidden),
+            right=self._linear(prefix + "laurel.right", self.shape.hidden, rank),
+            post_norm=self._vector(self.shape.hidden, around=1.0),
+        )
+
+    def _altup(self) -> AltUpWeights | None:
+        count, hidden = self.shape.streams, self.shape.hidden
+        if count is None:
+            return None
+        return AltUpWeights(
+            router_norm=self._vector(hidden, around=1.0),
+            router=self._router(count),
+            predict=self._vector(count**3).reshape(-1, count),
+            correct=self._vector(count**2).reshape(-1, count),
+            scale=self._vector(hidden, around=1.0),
+        )
+
+    def _streams(self) -> Streams | None:
+        if self.shape.streams is None:
+            return None
+        others, hidden = (self.shape.streams - 1) * self.shape.hidden, self.shape.hidden
+        return Streams(
+            enter=self._linear("streams_enter", others, hidden),
+            leave=self._linear("streams_leave", others, hidden),
+        )
 
     def _mamba2(self, here: Shape, prefix: str, *, normed: bool = True) -> Mamba2Weights:
         """KV heads stand for groups; a convolution has a bias where other parts have one."""

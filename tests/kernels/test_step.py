@@ -89,6 +89,7 @@ def test_other_parts_match_reference(compiled: ctypes.CDLL, name: str) -> None:
 
 CUT = [
     *(SHAPES[0], SHAPES[3], PARTS["everything"], UNEVEN["heads"], SHARED["gemma4"]),
+    *(SHARED["gemma3n"], SHARED["streams"]),
     *EXPERTS.values(),
     *LATENTS.values(),
     *HYBRIDS.values(),
@@ -146,6 +147,7 @@ BATCHES = {
             ("past a split of the keys", UNEVEN["heads"], "f32"),
             ("chunks and tokens", SHARED["gemma4"], "int8"),
             ("tokens", SHARED["gemma4"], "f32"),
+            ("chunks and tokens", SHARED["gemma3n"], "int8"),
             ("tokens", EXPERTS["two of seven"], "int8"),
             ("chunks and tokens", EXPERTS["every second layer"], "f32"),
             ("past a split of the keys", HYBRIDS["short_conv"], "int8"),
@@ -397,6 +399,27 @@ def test_norms_of_an_mlp_beside_experts_are_all_needed(
     wrong = replace(model.weights, layers=[replace(first, **changes), *others])
     with pytest.raises(ValueError, match="needed"):
         FusedStep(native_library, wrong, model.ropes, [v.blocks for v in model.views("int8")])
+
+
+def test_weights_around_streams_are_all_needed(native_library: ctypes.CDLL) -> None:
+    model = Model(SHARED["gemma3n"])
+    weights, pools = model.weights, [view.blocks for view in model.views("int8")]
+    layer, *others = weights.layers
+    for changes, words in (
+        ({"altup": None}, "altup is there"),
+        ({"altup": replace(layer.altup, predict=layer.altup.correct)}, "altup.predict"),
+        ({"output_scale": 0.5}, "output_scale"),
+        ({"laurel": replace(layer.laurel, right=layer.laurel.left)}, "laurel is"),
+        ({"laurel": replace(layer.laurel, post_norm=layer.mlp_norm[1:])}, "laurel.post_norm"),
+        ({"post_attention_norm": None}, "laurel beside"),
+        ({"gate_bias": np.zeros(160, np.float32)}, "a cutoff of gates"),
+    ):
+        wrong = replace(weights, layers=[replace(layer, **changes), *others])
+        with pytest.raises(ValueError, match=f"{words}.*needed"):
+            FusedStep(native_library, wrong, model.ropes, pools)
+    for streams in (replace(weights.streams, leave=layer.laurel.left), None):
+        with pytest.raises(ValueError, match="needed"):
+            FusedStep(native_library, replace(weights, streams=streams), model.ropes, pools)
 
 
 def test_projections_that_end_within_a_panel_are_refused(native_library: ctypes.CDLL) -> None:

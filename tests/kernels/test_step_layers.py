@@ -22,6 +22,7 @@ DEEP = [replace(SHAPES[0], layers=3), replace(SHAPES[3], layers=3), SHAPES[1]]
 DEEP += [replace(PARTS[name], layers=3) for name in PARTS]
 DEEP += [replace(UNEVEN[name], layers=3) for name in UNEVEN]
 DEEP += [replace(SHARED["gemma4"], layers=3, shared=1), SHARED["shared"]]
+DEEP += [replace(SHARED["gemma3n"], layers=3, shared=1), replace(SHARED["streams"], layers=3)]
 DEEP += [replace(LATENTS["latents"], layers=3), *HYBRIDS.values()]
 # Where rows are cut, and after which layers they rest there.
 CUTS = ([1, 64, 131], [131])

@@ -14,15 +14,17 @@ from edgellm.serve.events import Begun, Delta, End
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
-from edgellm.serve.ollama.messages import CallCollector, read_conversation, refuse_images
-from edgellm.serve.ollama.models import now, usable_model
-from edgellm.serve.ollama.options import (
+from edgellm.serve.ollama.messages import (
+    CallCollector,
     generation_arguments,
+    read_conversation,
     read_format,
     read_keep_alive,
     refuse,
+    refuse_images,
     thinking_hints,
 )
+from edgellm.serve.ollama.models import now, usable_model
 from edgellm.serve.openai.logprobs import chat_logprobs
 from edgellm.serve.usage import finish_reason, placement, timings
 from edgellm.text.fim import Gap

@@ -11,7 +11,7 @@ from edgellm.serve.http.endpoint import Call, Dialect, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import JSON, Reply, json_reply
 from edgellm.serve.ollama import chat, models
-from edgellm.serve.ollama.options import read_keep_alive
+from edgellm.serve.ollama.messages import read_keep_alive
 from edgellm.serve.openai.embeddings import read_dimensions, shortened
 from edgellm.serve.openai.sampling import MOST_MS
 from edgellm.serve.request_error import RequestError

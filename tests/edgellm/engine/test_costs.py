@@ -70,6 +70,7 @@ def test_other_decoders_are_measured_again(folder: str) -> None:
     assert len(kept(folder)) == (1 if load(folder).engine.decoder.name == "portable" else 2)
 
 
+@pytest.mark.slow
 def test_other_threads_are_measured_again(folder: str) -> None:
     """In processes of their own: the pool of one has one size."""
     code = "import sys, edgellm; edgellm.load(sys.argv[1], prefill='cpu', threads=int(sys.argv[2]))"

@@ -24,6 +24,7 @@ from edgellm.engine.step_costs import StepCosts
 PLACES = 64
 
 
+@pytest.mark.slow
 def test_another_owner_has_a_place_at_once_and_soon_as_many() -> None:
     llm = start(512, blocks=400)
     mine = [ask(llm, tokens(i, 8), max_tokens=200, owner="a")[0] for i in range(PLACES)]

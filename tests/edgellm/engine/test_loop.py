@@ -157,6 +157,7 @@ def test_short_prompts_that_begin_alike_wait_until_there_is_room(
     assert used_blocks(small) == 0
 
 
+@pytest.mark.slow
 def test_preempted_where_computing_again_gives_other_bits(
     portable_tiny: LLM,
 ) -> None:
@@ -176,7 +177,7 @@ def test_preempted_where_computing_again_gives_other_bits(
     assert used_blocks(small) == 0
 
 
-@pytest.mark.parametrize("blocks", [4, 3])
+@pytest.mark.parametrize("blocks", [pytest.param(4, marks=pytest.mark.slow), 3])
 def test_answers_in_a_full_context_are_as_alone(native: LLM, blocks: int) -> None:
     """Contexts that shift, which cannot be computed again, give their places to each other."""
     requests = [

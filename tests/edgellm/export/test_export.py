@@ -237,6 +237,7 @@ def test_unwritable_folder(tiny_model: Path, tmp_path: Path) -> None:
         export_tiny(tiny_model, tmp_path / "file" / "bundle")
 
 
+@pytest.mark.slow
 def test_two_processes_export_once(tiny_model: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from edgellm.export import export;"

@@ -18,11 +18,12 @@ from waiting import Clock, until
 
 from edgellm import LLM
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.ollama.messages import read_conversation, refuse_images
-from edgellm.serve.ollama.options import (
+from edgellm.serve.ollama.messages import (
     generation_arguments,
+    read_conversation,
     read_format,
     read_keep_alive,
+    refuse_images,
     thinking_hints,
 )
 

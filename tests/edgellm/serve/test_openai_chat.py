@@ -177,6 +177,7 @@ def test_usage_says_what_was_cached(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
 
 
+@pytest.mark.slow
 def test_langchain(server: Running) -> None:
     from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
     from pydantic import SecretStr

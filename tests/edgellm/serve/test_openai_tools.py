@@ -210,6 +210,7 @@ def test_tools_of_a_namespace(client: openai.OpenAI) -> None:
     assert "agents" in refusal(read_response, {**fields, "tools": same}).message
 
 
+@pytest.mark.slow
 def test_langchain(server: Running) -> None:
     from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI

@@ -18,7 +18,7 @@ from stepping import asking, held
 from waiting import until
 
 from edgellm.serve import answering
-from edgellm.serve.http import endpoint, request_log
+from edgellm.serve.http import endpoint, guard
 
 ANSWER = (
     r"tiny: \d+ prompt tokens, \d+ of them cached(?: \([a-z ]+\))?, {} generated, "
@@ -30,7 +30,7 @@ def until_told(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """So many lines, once they are there."""
 
     def lines() -> list[str]:
-        return [r.getMessage() for r in caplog.records if r.name == request_log.log.name]
+        return [r.getMessage() for r in caplog.records if r.name == guard.log.name]
 
     until(lambda: len(lines()) == count)
     return lines()
@@ -38,7 +38,7 @@ def until_told(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers(server: Running, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
-    caplog.set_level(logging.INFO, request_log.log.name)
+    caplog.set_level(logging.INFO, guard.log.name)
     body = chat("a secret", max_tokens=4, n=2, stream=stream, ignore_eos=True)
     assert server.post(PATH, body).status_code == 200
     (line,) = until_told(caplog, 1)
@@ -47,7 +47,7 @@ def test_answers(server: Running, caplog: pytest.LogCaptureFixture, stream: bool
 
 
 def test_what_is_refused(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, request_log.log.name)
+    caplog.set_level(logging.INFO, guard.log.name)
     server.get("/health")
     server.post(PATH, {"messages": 3})
     server.get("/v1/models", headers={"Host": "elsewhere.example"})
@@ -64,7 +64,7 @@ def test_what_is_refused(server: Running, caplog: pytest.LogCaptureFixture) -> N
 def test_a_client_that_goes_away(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO, request_log.log.name)
+    caplog.set_level(logging.INFO, guard.log.name)
     with held(server.llm, monkeypatch) as turnstile:
         with asking(server, PATH, [chat("hi", stream=True, **LONG)]):
             (asked,) = turnstile.take_in(1)
@@ -78,7 +78,7 @@ def test_an_answer_that_fails_on_its_way(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its status is sent already."""
-    caplog.set_level(logging.INFO, request_log.log.name)
+    caplog.set_level(logging.INFO, guard.log.name)
     monkeypatch.setattr(answering, "deltas", lambda _: 1 / 0)
     body = chat("a secret", max_tokens=4, n=2, stream=True)
     assert server.post(PATH, body).status_code == 200
@@ -116,7 +116,7 @@ def ask(app: App) -> None:
         raise NotImplementedError
 
     with suppress(type(app.error) if app.error else ZeroDivisionError):
-        asyncio.run(request_log.RequestLog(app)(scope, nothing, ignore))
+        asyncio.run(guard.RequestLog(app)(scope, nothing, ignore))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def ask(app: App) -> None:
     ],
 )
 def test_ends(app: App, end: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, request_log.log.name)
+    caplog.set_level(logging.INFO, guard.log.name)
     ask(app)
     (line,) = until_told(caplog, 1)
     assert re.fullmatch(rf"- M{{16}} /%3F%0A {end} \d\.\d{{3}} s", line)
@@ -155,7 +155,7 @@ def test_on_stderr(tiny_model: Path) -> None:
 def test_why_no_more_was_cached(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     for text in ("one, two, three and four", "one, two, three and five"):
         caplog.clear()
-        caplog.set_level(logging.INFO, request_log.log.name)
+        caplog.set_level(logging.INFO, guard.log.name)
         server.post(PATH, chat(text, max_tokens=1))
         (line,) = until_told(caplog, 1)
     assert re.search(

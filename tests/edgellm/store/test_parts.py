@@ -13,14 +13,12 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import (
     OTHER_MODEL,
     Attention,
-    DeltaNet,
     Latent,
     LayerConfig,
-    Mamba2,
     Mlp,
     SharedExpert,
-    ShortConv,
 )
+from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.kernels.experts import Routing
 from edgellm.store.precision_support import PARTS, needs_host, why_not, why_untried
 
@@ -42,6 +40,7 @@ EVERYWHERE: dict[type, set[str]] = {
     SharedExpert: {"intermediate", "routed"},
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
+        "layer_tokens",  # of a model with embeddings for each layer
         *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
     },
 }
@@ -65,12 +64,14 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     ),
     (LayerConfig, "beside"): (layer(beside=MAMBA), "a mixer beside attention"),
     (LayerConfig, "scaled"): (layer(scaled=True), "scaled layers"),
+    (LayerConfig, "laurel"): (layer(norms="sandwich", laurel=32), "products beside attention"),
     (LayerConfig, "norms"): (layer(norms="sandwich"), "norms of what attention and MLP add"),
     (LayerConfig, "mixer"): (layer(mixer=ShortConv(channels=96, taps=3)), "layers with states"),
     (Mlp, "activation"): (
         layer(mlp=replace(LAYER.mlp, activation="clamped_swiglu")),
         "a clamped SwiGLU without experts",
     ),
+    (Mlp, "cutoff"): (layer(mlp=replace(LAYER.mlp, cutoff=1.6)), "gates above a cutoff"),
     (Attention, "v_norm"): (attention(v_norm=True, **NORMED), "norms of V"),
     (Attention, "k_as_v"): (attention(k_as_v=True, **NORMED), "V made of K"),
     (Attention, "kv_from"): (attention(kv_from=0), "layers that share K and V"),
@@ -89,6 +90,7 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
         ),
         "K and V of another model",
     ),
+    (ModelConfig, "streams"): (replace(CONFIG, streams=2), "several residual streams"),
     (ModelConfig, "layer_embedding"): (
         replace(CONFIG, layer_embedding=32),
         "embeddings for each layer",

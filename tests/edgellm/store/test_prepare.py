@@ -122,6 +122,7 @@ def test_export_whose_files_vanish_publishes_nothing(
     assert not (tmp_path / "bundles").exists() or not list((tmp_path / "bundles").rglob(MANIFEST))
 
 
+@pytest.mark.slow
 def test_killed_export_is_cleared_away(tiny_model: Path, edgellm_home: Path) -> None:
     code = (
         "import os, signal, sys; from edgellm.store.prepare import prepare\n"

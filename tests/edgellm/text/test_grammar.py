@@ -161,6 +161,7 @@ def test_a_dead_end_is_an_error(tokenizer: Tokenizer, grammars: Grammars) -> Non
         schema_filter(np.zeros(3, np.float32)[1:2], [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize("missing", ["transformers", "llguidance"])
 def test_what_is_not_installed(missing: str) -> None:

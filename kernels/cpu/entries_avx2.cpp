@@ -1,0 +1,6 @@
+#define EDGELLM_SETS EDGELLM_FOR_AVX2
+#include "isa.h"
+#ifdef EDGELLM_X86
+#include "one_isa.h"
+EDGELLM_ENTRIES(avx2)
+#endif
