@@ -36,12 +36,11 @@ from edgellm import (
     LoadArguments,
     Message,
     Progress,
-    load,
 )
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import Command
 from edgellm.cli.output import shown_stats
-from edgellm.cli.progress import progress_bar
+from edgellm.cli.progress import loaded, progress_bar
 from edgellm.cli.text import json_line, say
 from edgellm.errors import OptionError
 from edgellm.infill import Gap
@@ -331,8 +330,7 @@ def run_batch(
     _check_output(path, output, force=force)
     with open_batch(path) as file:
         count = check_batch(file, sampling)
-        with progress_bar() as progress:
-            llm = load(name, **load_arguments, progress=progress)
+        llm = loaded(name, load_arguments)
         if system is None and not raw:
             system = llm.system
         batch = _Batch(llm, sampling, system, raw, grammar)

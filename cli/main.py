@@ -31,7 +31,7 @@ COMMANDS = {
     "ls": ("edgellm.cli.models", "List exported models."),
     "show": ("edgellm.cli.models", "Show what a model is and what it needs."),
     "rm": ("edgellm.cli.models", "Delete an exported model and its download."),
-    "cache": ("edgellm.cli.cache", "Keep system prompts and documents, computed."),
+    "cache": ("edgellm.cli.models", "Keep system prompts and documents, computed."),
     "bench": ("edgellm.cli.measuring", "Measure prefill and decode speed."),
     "perplexity": ("edgellm.cli.measuring", "Measure the perplexity of a text."),
     "quality": ("edgellm.cli.measuring", "Measure what rounding costs, against float32."),

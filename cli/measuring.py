@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from edgellm import LLM, LoadArguments, Progress, load
+from edgellm import LLM, LoadArguments, Progress
 from edgellm.cli.models import copies_text
 from edgellm.cli.options import (
     STDIN,
@@ -20,7 +20,7 @@ from edgellm.cli.options import (
     lora_options,
     model_argument,
 )
-from edgellm.cli.progress import progress_bar
+from edgellm.cli.progress import loaded, progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
 from edgellm.measure.benchmark import bench as measure_speed
@@ -49,8 +49,7 @@ from edgellm.models import DEFAULT_MODEL
 @load_options
 def plan(*, name: str, prompt_length: int, load_arguments: LoadArguments) -> None:
     """Explain how a prompt of PROMPT_LENGTH tokens is prefilled, and what limits it."""
-    with progress_bar() as progress:
-        llm = load(name, **load_arguments, progress=progress)
+    llm = loaded(name, load_arguments)
     if prompt_length > llm.ctx_size:
         raise OptionError(
             f"a prompt of {prompt_length} tokens does not fit into a context of "
@@ -117,10 +116,10 @@ def _show_limits(llm: LLM, count: int) -> None:
 def _show_memory(llm: LLM) -> None:
     engine = llm.engine
     click.echo(f"weights: about {copies_text(engine.memory.copies)}")
-    found = resident(engine.bundle)
-    mapped = ", ".join(f"{folder} {size / 1e6:.1f}" for folder, size in found.mapped.items())
+    memory = resident(engine.bundle)
+    mapped = ", ".join(f"{folder} {size / 1e6:.1f}" for folder, size in memory.mapped.items())
     click.echo(
-        f"in memory now: {found.total / 1e6:.1f} MB"
+        f"in memory now: {memory.total / 1e6:.1f} MB"
         + (f", of which mapped from the bundle's files: {mapped}" if mapped else "")
     )
 
@@ -191,7 +190,7 @@ def bench(
 ) -> None:
     """Measure prefill (pp) and decode (tg) speed in tokens a second: mean ± standard deviation."""
     adapter = chosen_adapter(adapter)
-    llm = _loaded(name, load_arguments)
+    llm = loaded(name, load_arguments)
 
     def show(test: Progress) -> None:
         if sys.stderr.isatty():
@@ -265,7 +264,7 @@ def perplexity(
     window is not scored.
     """
     text = read_text(file)
-    llm = _loaded(name, load_arguments)
+    llm = loaded(name, load_arguments)
     with progress_bar() as progress:
         result = measure_perplexity(
             llm.engine,
@@ -323,7 +322,7 @@ def quality(
         raise OptionError("the text is given twice, as TEXT and with --file")
     path = text or file
     content = None if path is None else read_text(path)
-    llm = _loaded(name, load_arguments)
+    llm = loaded(name, load_arguments)
     with progress_bar() as progress:
         result = measure_quality(
             llm.engine,
@@ -349,8 +348,3 @@ def _lines(result: QualityResult) -> list[str]:
         f"measured on       {result.tokens} tokens ({result.windows} windows of {result.window}), "
         f"{result.through} {result.precision}, KV cache {result.kv_format}",
     ]
-
-
-def _loaded(name: str, load_arguments: LoadArguments) -> LLM:
-    with progress_bar() as progress:
-        return load(name, **load_arguments, progress=progress)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import click
 from tqdm import tqdm
 
-from edgellm import Progress
+from edgellm import LLM, LoadArguments, Progress, load
 from edgellm.progress import ProgressCallback
 
 # Delay of a progress bar: none appears where there is nothing to wait for.
@@ -34,6 +34,12 @@ def progress_bar() -> Iterator[ProgressCallback]:
         yield bar.show
     finally:
         bar.close()
+
+
+def loaded(name: str, load_arguments: LoadArguments) -> LLM:
+    """Load a model behind a progress bar."""
+    with progress_bar() as progress:
+        return load(name, **load_arguments, progress=progress)
 
 
 class _Lines:

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from edgellm import LLM, Completion, GenerationArguments, Grammar, LoadArguments, LogitFilter, load
+from edgellm import LLM, Completion, GenerationArguments, Grammar, LoadArguments, LogitFilter
 from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
@@ -28,7 +28,7 @@ from edgellm.cli.options import (
     sampling_options,
 )
 from edgellm.cli.output import ShownStats, end_shown_line, report, shown_stats, write
-from edgellm.cli.progress import progress_bar
+from edgellm.cli.progress import loaded, progress_bar
 from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order
@@ -215,8 +215,7 @@ def run(
     _check_model_name(name, asked=(prompt, prompt_option, file) != (None, None, None))
     text = _prompt_text(prompt, prompt_option, file, escape=escape)
     new = name == DEFAULT_MODEL and is_new(name)
-    with progress_bar() as progress:
-        llm = load(name, **load_arguments, progress=progress)
+    llm = loaded(name, load_arguments)
     if new:
         say(f"{name} is a model {KNOWN[name].use}; `edgellm ls --available` lists larger ones")
     budget = None if reasoning_budget in (None, -1) else reasoning_budget
@@ -413,8 +412,7 @@ def fill(
     """Fill a gap, write exactly the missing text to stdout, and return the exit code."""
     if not gap.prefix and not gap.suffix:
         raise OptionError("nothing stands around the gap; give --prefix or --suffix")
-    with progress_bar() as progress:
-        llm = load(name, **load_arguments, progress=progress)
+    llm = loaded(name, load_arguments)
     if template:
         click.echo("[ asked in words: this is no fill-in-the-middle ]", err=True)
     with cancel_on_interrupt() as cancel, progress_bar() as progress:

@@ -46,14 +46,14 @@ def process_escapes(text: str) -> str:
         OptionError: \x, \u or \U without its digits, or with digits of no character.
     """
 
-    def character(found: re.Match[str]) -> str:
-        code = found[1]
+    def character(escape: re.Match[str]) -> str:
+        code = escape[1]
         if code in _ESCAPED:
             return _ESCAPED[code]
         number = int(code[1:], 16) if len(code) > 1 else -1
         if not 0 <= number <= sys.maxunicode or 0xD800 <= number < 0xE000:
             raise OptionError(
-                f"escape in the prompt: {found[0]} at {found.start()} is no character; "
+                f"escape in the prompt: {escape[0]} at {escape.start()} is no character; "
                 r"write \xHH, \uHHHH or \UHHHHHHHH, or \\ for a backslash"
             )
         return chr(number)
@@ -82,14 +82,14 @@ def without_controls(text: str) -> str:
 def json_line(value: object) -> str:
     """Return a value as JSON that any terminal shows and any UTF-8 stream takes."""
     text = json.dumps(value, ensure_ascii=False)
-    return _TO_ESCAPE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _TO_ESCAPE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def parse_size(_: click.Context, __: click.Parameter, text: str | None) -> int | None:
     """Parse a number of bytes, or of KiB, MiB or GiB behind which K, M or G stands."""
     if text is None:
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
         raise click.BadParameter(f"{text!r}: write bytes, or a number with K, M or G, e.g. 4G")
-    return int(float(found[1]) * 1024 ** " KMG".index(found[2].upper() or " "))
+    return int(float(match[1]) * 1024 ** " KMG".index(match[2].upper() or " "))

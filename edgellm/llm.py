@@ -11,6 +11,7 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.batch import TextGeneration
 from edgellm.chat import Chat
 from edgellm.checks import (
     check_choice,
@@ -58,7 +59,6 @@ from edgellm.store.manifest import rounding_notes
 from edgellm.store.sources import DEFAULT_MODEL, KNOWN
 from edgellm.text.grammar import Grammar, JsonFilter
 from edgellm.text.prompt import SYSTEM_ROLES, Message
-from edgellm.text_generation import TextGeneration
 
 _log = logging.getLogger(__name__)
 _ENGINE = frozenset(EngineArguments.__annotations__)

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.fields import check_sizes, shown
+from edgellm.graphs.fields import check_sizes, key_of, parse, shown
 from edgellm.graphs.layer_config import OTHER_MODEL, Attention, LayerConfig, Rope
-from edgellm.graphs.typed_json import key_of, parse
 from edgellm.kernels.altup import MOST_STREAMS
 
 _LARGEST = {

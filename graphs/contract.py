@@ -14,7 +14,7 @@ another mixer has its op there: `qkv` is what the mixer's input projections give
 `attention` what its output projection reads. A gate of attention stands behind Q, K and V.
 
 A segment may be cut in two before down_proj, where the host then adds the outliers that the
-accelerator clips (see `quantize/shadow.py`):
+accelerator clips (see `quantize/calibration.py`):
 
     i.up            attention, residual                 -> residual, activated [C, I]
     i.down          activated, residual                 -> residual, qkv, or hidden

@@ -22,7 +22,7 @@ from edgellm.graphs.architecture import (
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.hf_quantization.registry import quantization_of
+from edgellm.graphs.hf_quantization import quantization_of
 from edgellm.graphs.layer_kinds import FULL
 from edgellm.graphs.mtp import HF_COMBINE, HF_TABLES, MtpCheckpoint, hf_names, mtp_config
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json

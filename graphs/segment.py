@@ -114,18 +114,17 @@ def author_segment(
         name: graph.input(name, (rows, width))
         for name, width in contract.part_inputs(config, part).items()
     }
-    values: Sequence[ir.Value]
+    author = _Author(graph, segment, inputs, style)
     if half == "up":
-        values = _first_half(graph, segment, inputs, style)
+        values = author.first_half()
     elif half == "down":
-        values = _behind_layers(graph, segment, _second_half(graph, segment, inputs, style), style)
+        values = author.behind_layers(author.second_half())
     elif half == "router":
-        values = _before_experts(graph, segment, inputs, style)
+        values = author.before_experts()
     elif half == "behind":
-        values = _behind_layers(graph, segment, _with_experts(graph, segment, inputs, style), style)
+        values = author.behind_layers(author.with_experts())
     else:
-        residual = _residual(graph, segment, inputs, style, config)
-        values = _behind_layers(graph, segment, residual, style)
+        values = author.behind_layers(author.residual(config.embedding_scale))
     widths = contract.part_outputs(config, part)
     return graph.build(
         {
@@ -146,130 +145,110 @@ def author_head(head: Linear, config: ModelConfig) -> ir.Model:
     return graph.build({contract.LOGITS: (logits, (contract.ROWS_DIM, config.vocab_size))})
 
 
-def _behind_layers(
-    graph: GraphBuilder, segment: Segment, residual: ir.Value, style: NormStyle
-) -> Sequence[ir.Value]:
-    """Add the end of a segment: residual and next layer's Q, K and V, or the hidden states."""
-    normed = _normed(graph, segment.norm, residual, style)
-    if segment.qkv is not None:
-        return residual, _apply(graph, segment.qkv, normed)
-    if segment.leave is not None:
-        return (graph.op("MatMul", normed, graph.weight(segment.leave)),)
-    return (normed,)
+@dataclass(frozen=True)
+class _Author:
+    """Author of the parts of a segment's graph."""
 
+    graph: GraphBuilder
+    segment: Segment
+    inputs: Mapping[str, ir.Value]
+    style: NormStyle
 
-def _residual(
-    graph: GraphBuilder,
-    segment: Segment,
-    inputs: Mapping[str, ir.Value],
-    style: NormStyle,
-    config: ModelConfig,
-) -> ir.Value:
-    """Add the residual stream after a layer or, in segment 0, before the first layer."""
-    if segment.mlp is None:
-        return _enter(graph, inputs[contract.X], segment.enter, config.embedding_scale)
-    residual = _after_attention(graph, segment, inputs, style)
-    activated = _activated(graph, segment.mlp, residual, style)
-    return _after_mlp(graph, segment.mlp, segment.mlp.down, activated, residual, style)
+    def behind_layers(self, residual: ir.Value) -> Sequence[ir.Value]:
+        """Add the end of a segment: residual and next layer's Q, K and V, or the hidden states."""
+        normed = self._normed(self.segment.norm, residual)
+        if self.segment.qkv is not None:
+            return residual, _apply(self.graph, self.segment.qkv, normed)
+        if self.segment.leave is not None:
+            return (self._times(normed, self.segment.leave),)
+        return (normed,)
 
+    def residual(self, embedding_scale: float) -> ir.Value:
+        """Add the residual stream after a layer or, in segment 0, before the first layer."""
+        mlp = self.segment.mlp
+        if mlp is None:
+            return self._enter(self.inputs[contract.X], embedding_scale)
+        residual = self._after_attention()
+        return self._after_mlp(mlp, mlp.down, self._activated(mlp, residual), residual)
 
-def _first_half(
-    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
-) -> Sequence[ir.Value]:
-    """Add the residual between attention and MLP, and the rotated input of down_proj."""
-    assert segment.mlp is not None
-    assert isinstance(segment.mlp.down, BlockRotatedLinear)
-    residual = _after_attention(graph, segment, inputs, style)
-    activated = _activated(graph, segment.mlp, residual, style)
-    return residual, segment.mlp.down.rotated(graph, activated)
+    def first_half(self) -> Sequence[ir.Value]:
+        """Add the residual between attention and MLP, and the rotated input of down_proj."""
+        mlp = self.segment.mlp
+        assert mlp is not None
+        assert isinstance(mlp.down, BlockRotatedLinear)
+        residual = self._after_attention()
+        return residual, mlp.down.rotated(self.graph, self._activated(mlp, residual))
 
+    def second_half(self) -> ir.Value:
+        """Add down_proj of a segment that is cut before it, and the residual after the layer."""
+        mlp = self.segment.mlp
+        assert mlp is not None
+        assert isinstance(mlp.down, BlockRotatedLinear)
+        activated, residual = self.inputs[contract.ACTIVATED], self.inputs[contract.RESIDUAL]
+        return self._after_mlp(mlp, mlp.down.linear, activated, residual)
 
-def _second_half(
-    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
-) -> ir.Value:
-    """Add down_proj of a segment that is cut before it, and the residual after the layer."""
-    assert segment.mlp is not None
-    assert isinstance(segment.mlp.down, BlockRotatedLinear)
-    activated, residual = inputs[contract.ACTIVATED], inputs[contract.RESIDUAL]
-    return _after_mlp(graph, segment.mlp, segment.mlp.down.linear, activated, residual, style)
+    def before_experts(self) -> Sequence[ir.Value]:
+        """Add the residual between attention and experts, and the rows that these read."""
+        experts = self.segment.experts
+        assert experts is not None
+        residual = self._after_attention()
+        # an output of its own where nothing is computed
+        norm = experts.norm
+        x = self._normed(norm, residual) if norm else self.graph.op("Identity", residual)
+        if experts.leave is not None:
+            x = self._times(x, experts.leave)
+        if experts.weight is not None:
+            x = self.graph.op("Mul", x, self.graph.weight(experts.weight))
+        return residual, x
 
+    def with_experts(self) -> ir.Value:
+        """Add the residual after a layer, from what its experts give."""
+        experts, added = self.segment.experts, self.inputs[contract.EXPERTS]
+        assert experts is not None
+        if experts.enter is not None:
+            added = self._times(added, experts.enter)
+        added = self._normed(experts.post_norm, added)
+        return self.graph.op("Add", self.inputs[contract.RESIDUAL], added)
 
-def _before_experts(
-    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
-) -> Sequence[ir.Value]:
-    """Add the residual between attention and experts, and the rows that these read."""
-    experts = segment.experts
-    assert experts is not None
-    residual = _after_attention(graph, segment, inputs, style)
-    # an output of its own where nothing is computed
-    norm = experts.norm
-    x = graph.op("Identity", residual) if norm is None else norm.apply(graph, residual, style)
-    if experts.leave is not None:
-        x = graph.op("MatMul", x, graph.weight(experts.leave))
-    if experts.weight is not None:
-        x = graph.op("Mul", x, graph.weight(experts.weight))
-    return residual, x
+    def _after_attention(self) -> ir.Value:
+        attended = _apply(self.graph, self.segment.output, self.inputs[contract.ATTENTION])
+        added = self._normed(self.segment.output_norm, attended)
+        return self.graph.op("Add", self.inputs[contract.RESIDUAL], added)
 
+    def _after_mlp(
+        self, mlp: Mlp, down: Linear, activated: ir.Value, residual: ir.Value
+    ) -> ir.Value:
+        added = self._normed(mlp.post_norm, _apply(self.graph, down, activated))
+        return self.graph.op("Add", residual, added)
 
-def _with_experts(
-    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
-) -> ir.Value:
-    """Add the residual after a layer, from what its experts give."""
-    experts, added = segment.experts, inputs[contract.EXPERTS]
-    assert experts is not None
-    if experts.enter is not None:
-        added = graph.op("MatMul", added, graph.weight(experts.enter))
-    return graph.op(
-        "Add", inputs[contract.RESIDUAL], _normed(graph, experts.post_norm, added, style)
-    )
+    def _activated(self, mlp: Mlp, residual: ir.Value) -> ir.Value:
+        """Add the MLP up to the input of down_proj."""
+        graph = self.graph
+        x = mlp.up.activation(graph, self._normed(mlp.norm, residual))
+        activation = _silu if mlp.activation == "silu" else _gelu
+        if mlp.gate is None:
+            return activation(graph, mlp.up.apply(graph, x))
+        gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
+        return graph.op("Mul", activation(graph, gate), up)
 
+    def _enter(self, x: ir.Value, scale: float) -> ir.Value:
+        if scale != 1:
+            x = self.graph.op("Mul", x, self.graph.constant(scale, np.float32))
+        if self.segment.enter is not None:
+            return self._times(x, self.segment.enter)
+        # the graph needs an output besides its input, even if nothing is computed
+        return self.graph.op("Identity", x) if scale == 1 else x
 
-def _after_attention(
-    graph: GraphBuilder, segment: Segment, inputs: Mapping[str, ir.Value], style: NormStyle
-) -> ir.Value:
-    attended = _apply(graph, segment.output, inputs[contract.ATTENTION])
-    added = _normed(graph, segment.output_norm, attended, style)
-    return graph.op("Add", inputs[contract.RESIDUAL], added)
+    def _times(self, x: ir.Value, matrix: Array) -> ir.Value:
+        return self.graph.op("MatMul", x, self.graph.weight(matrix))
 
-
-def _after_mlp(
-    graph: GraphBuilder,
-    mlp: Mlp,
-    down: Linear,
-    activated: ir.Value,
-    residual: ir.Value,
-    style: NormStyle,
-) -> ir.Value:
-    added = _normed(graph, mlp.post_norm, _apply(graph, down, activated), style)
-    return graph.op("Add", residual, added)
-
-
-def _enter(graph: GraphBuilder, x: ir.Value, rotation: Array | None, scale: float) -> ir.Value:
-    if scale != 1:
-        x = graph.op("Mul", x, graph.constant(scale, np.float32))
-    if rotation is not None:
-        return graph.op("MatMul", x, graph.weight(rotation))
-    # the graph needs an output besides its input, even if nothing is computed
-    return graph.op("Identity", x) if scale == 1 else x
-
-
-def _normed(graph: GraphBuilder, norm: Norm | None, x: ir.Value, style: NormStyle) -> ir.Value:
-    return x if norm is None else norm.apply(graph, x, style)
+    def _normed(self, norm: Norm | None, x: ir.Value) -> ir.Value:
+        return x if norm is None else norm.apply(self.graph, x, self.style)
 
 
 def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
     assert linear is not None
     return linear.apply(graph, linear.activation(graph, x))
-
-
-def _activated(graph: GraphBuilder, mlp: Mlp, residual: ir.Value, style: NormStyle) -> ir.Value:
-    """Add the MLP up to the input of down_proj."""
-    x = mlp.up.activation(graph, _normed(graph, mlp.norm, residual, style))
-    activation = _silu if mlp.activation == "silu" else _gelu
-    if mlp.gate is None:
-        return activation(graph, mlp.up.apply(graph, x))
-    gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
-    return graph.op("Mul", activation(graph, gate), up)
 
 
 def _silu(graph: GraphBuilder, x: ir.Value) -> ir.Value:

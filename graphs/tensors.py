@@ -281,7 +281,6 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def parameters(config: ModelConfig) -> int:
-    """Count the parameters of a model."""
     return sum(math.prod(spec.shape) for spec in model_tensors(config).values())
 
 

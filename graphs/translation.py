@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.architecture import LATENT_UPS, Fused, Names, PerExpert
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.fields import key_of
 from edgellm.graphs.layer_config import Attention, Latent, Mixer
 from edgellm.graphs.safetensors_folder import FLOATS
 from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.state_mixers import DeltaNet
 from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
 from edgellm.graphs.tensors import STREAM_STACKS, layer_tensors, model_tensors
-from edgellm.graphs.typed_json import key_of
 
 # Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.
 _ROTATED = ("q", "q_up", "k", "q_bias", "k_bias", "q_norm", "k_norm")

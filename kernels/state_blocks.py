@@ -47,7 +47,6 @@ class StateBlocks:
         return [self.states[block].copy()]
 
     def copy_rows(self, source: int, target: int, rows: int) -> None:
-        """Copy the states of block `source` into block `target`."""
         self.states[target] = self.states[source]
 
 

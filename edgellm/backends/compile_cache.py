@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import PROVIDERS, add_provider, version
-from edgellm.backends.thread_pool import session_options
+from edgellm.backends.thread_pool import onnx_runtime, session_options
 from edgellm.errors import ProviderError, first_line
 from edgellm.graphs.contract import part_file, parts
 from edgellm.progress import Progress, ProgressCallback

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from edgellm.backends import providers
 from edgellm.backends.host_attention import HostAttention
-from edgellm.backends.parts import Parts
 from edgellm.backends.segments import ModelHead
+from edgellm.backends.selection import Parts
 from edgellm.backends.self_test import require_segments
 from edgellm.errors import MemoryEstimateError
 from edgellm.graphs.contract import WEIGHTS_FILE

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from edgellm.backends.chunk import RunningChunk, RunningSpan
 from edgellm.backends.forward import Model, clear_behind
 from edgellm.backends.host_attention import HostAttention
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.segments import ModelHead, Run, Segments
+from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.cache.kv_cache import KVCache
 from edgellm.kernels.attention.gpu import Partials, attend
 from edgellm.kernels.gpu.device import on_device

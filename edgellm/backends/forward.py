@@ -22,7 +22,7 @@ from edgellm.backends.segments import ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
-from edgellm.graphs.typed_json import key_of
+from edgellm.graphs.fields import key_of
 from edgellm.kernels.state_blocks import StateRows
 
 Floats = NDArray[np.float32]

@@ -12,8 +12,7 @@ from functools import cache
 import numpy as np
 import onnx_ir as ir
 
-from edgellm.backends.onnx_runtime import onnx_runtime
-from edgellm.backends.thread_pool import session_options
+from edgellm.backends.thread_pool import onnx_runtime, session_options
 from edgellm.graphs.builder import GraphBuilder
 from edgellm.graphs.contract import ROWS_DIM
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows, Span, cut, reserved, softcapped, step_span
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.parts import Parts
+from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from edgellm.backends import providers
 from edgellm.backends.forward import Host, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
-from edgellm.backends.parts import Parts
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.registry import NATIVE, STEPS, BackendFile, backend_file
 from edgellm.backends.segments import Head, ModelHead, Segments
+from edgellm.backends.selection import Parts
 from edgellm.backends.self_test import check_once
 from edgellm.backends.step_backend import StepModel
 from edgellm.store import key_basis

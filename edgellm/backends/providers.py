@@ -19,9 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
-from edgellm.backends.thread_pool import session_options
+from edgellm.backends.thread_pool import onnx_runtime, session_options
 from edgellm.errors import OptionError, ProviderError, first_line
 from edgellm.machine import cpu_name
 

@@ -13,13 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.compile_cache import compiled
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.providers import CPU, PROVIDERS, Placement, open_session
+from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.errors import BundleError
 from edgellm.graphs import contract
 from edgellm.kernels.checks import indices
 from edgellm.progress import ProgressCallback
-from edgellm.quantize.shadow import ShadowLinear
+from edgellm.quantize.calibration import ShadowLinear
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PrecisionEntry, map_arrays
 

@@ -1,11 +1,11 @@
-"""Selection of the back ends and precisions that run a model on this machine, from the options.
+"""Selection of the back ends and precisions that run a model on this machine, and their parts.
 
 Only the selection probes the machine for back ends; options themselves are plain values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
@@ -20,11 +20,15 @@ from edgellm.backends.registry import (
     backend_file,
 )
 from edgellm.backends.schedule import Policy
+from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
 from edgellm.kernels.native import library
+from edgellm.kernels.rope import RopeTable
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
+from edgellm.progress import ProgressCallback
+from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED
 from edgellm.store.precision_support import (
     STATIC,
@@ -239,3 +243,22 @@ def _usual_decode() -> str:
 def usual_host() -> str:
     """Return the back end that decodes on the CPU where none is asked for."""
     return PORTABLE if library() is None else NATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Bundle, options, KV cache and the other parts that the back ends of one engine share.
+
+    Attributes:
+        ropes: RoPE tables that layers name by their index, for the whole context.
+        threads: CPU threads of the process.
+        progress: callback told while graphs are compiled for an accelerator.
+    """
+
+    bundle: Bundle
+    options: EngineOptions
+    selection: Selection
+    cache: KVCache
+    ropes: Sequence[RopeTable]
+    threads: int
+    progress: ProgressCallback | None

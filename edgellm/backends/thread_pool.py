@@ -1,4 +1,4 @@
-"""ONNX Runtime's thread pool and memory for intermediate results, one for all sessions.
+"""ONNX Runtime, with one thread pool and memory for intermediate results for all sessions.
 
 The pool belongs to the process, not to a model: ONNX Runtime takes its size once, and afterwards
 every session, also one that the embedding program opens itself, must be made with
@@ -11,12 +11,24 @@ prompt in chunks of 128 (SmolLM2-135M), more than the model's packed weights.
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.errors import OptionError
 from edgellm.machine import usable_cores
+
+
+def onnx_runtime() -> Any:
+    """Import ONNX Runtime without its telemetry and return the module.
+
+    Since 1.32 its builds for Linux report its use to Microsoft as well.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when the library is loaded
+    import onnxruntime
+
+    return onnxruntime
+
 
 _pool_threads: int | None = None
 _STARTING = threading.Lock()

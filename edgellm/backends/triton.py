@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.backends.packed_weights import open_packed_weights
-from edgellm.backends.parts import Parts
+from edgellm.backends.selection import Parts
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import CancelledError, MemoryEstimateError
 from edgellm.kernels.experts import ExpertMemory

@@ -9,7 +9,6 @@ so that a full pool has room for the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,13 +58,13 @@ class GroupBlocks:
         """Copy the first `rows` tokens of a block, on host or device, wherever they are current."""
         (self.replica or self.blocks).copy_rows(source, target, rows)
 
-    def on_host(self, ids: SequenceOf[int]) -> Blocks:
+    def on_host(self, ids: Sequence[int]) -> Blocks:
         """Return the memory on the host, where blocks have what was last written to them."""
         if self.replica is not None:
             self.replica.bring("host", ids)
         return self.blocks
 
-    def table(self, cached: SequenceOf[int | None] = (), *, length: int = 0) -> GroupTable:
+    def table(self, cached: Sequence[int | None] = (), *, length: int = 0) -> GroupTable:
         """Make the table of a sequence of `length` tokens from cached blocks.
 
         Args:
@@ -88,7 +87,7 @@ class GroupTable:
         first: number of the first block that the sequence holds.
     """
 
-    def __init__(self, store: GroupBlocks, cached: SequenceOf[int | None]) -> None:
+    def __init__(self, store: GroupBlocks, cached: Sequence[int | None]) -> None:
         """Hold cached blocks; None stands for each block before the window."""
         self.store = store
         self.ids = [0 if block is None else block for block in cached]

@@ -127,12 +127,6 @@ class KVCache:
         return sum(group.blocks.nbytes for group in self.groups)
 
     @property
-    def touched_bytes(self) -> int:
-        """Bytes of the blocks that have been used so far."""
-        each = ((g.blocks.nbytes // g.blocks.count, g.pool.touched) for g in self.groups)
-        return sum(size * count for size, count in each)
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of the states after one token."""
         groups = (g for g in self.groups if isinstance(g.group, StateGroup))

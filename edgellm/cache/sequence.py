@@ -352,15 +352,15 @@ class Sequence:
 
     def snapshots(self, table: StateTable, count: int) -> list[tuple[int, int]]:
         """Return numbers and ids of its last `count` full blocks with states in memory."""
-        held, found = dict(table.numbered), []
+        held, full = dict(table.numbered), []
         for number in reversed(range(self._shareable // BLOCK)):
             tokens = self._held(number)
             block = self._index.find(self._name(number), tokens, table.store.number)
             if block is not None or number in held:
-                found.append((number, held[number] if block is None else block))
-            if len(found) == count:
+                full.append((number, held[number] if block is None else block))
+            if len(full) == count:
                 break
-        return found[::-1]
+        return full[::-1]
 
     def end_in(self, tokens: SequenceOf[int]) -> CacheEnd:
         """Return the reason why it holds no more of `tokens`, of which it is a prefix."""

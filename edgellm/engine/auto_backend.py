@@ -10,8 +10,7 @@ from edgellm.backends import thread_pool
 from edgellm.backends.providers import CPU, PROVIDERS, status
 from edgellm.backends.registry import AUTO, NATIVE, STEPS, TRITON
 from edgellm.backends.selection import precisions_of, select, stops_between_layers, usual_host
-from edgellm.engine.costs import known_costs
-from edgellm.engine.measured import MARGIN, Measured
+from edgellm.engine.costs import MARGIN, Measured, known_costs
 from edgellm.engine.memory import estimate
 from edgellm.errors import EdgeLLMError, ProviderError
 from edgellm.graphs.contract import WEIGHTS_FILE

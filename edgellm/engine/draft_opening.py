@@ -195,23 +195,23 @@ def _check_vocabulary(target: LoadedModel, tokenizer: Tokenizer, *, name: str) -
     """Refuse the draft model `name` if its tokens have other texts."""
     difference = first_difference(target.tokenizer.vocabulary, tokenizer.vocabulary)
     if difference is not None:
-        token, wanted, found = difference
+        token, wanted, drafted = difference
         raise OptionError(
             f"`draft` is {name!r}, which has another vocabulary than {target.bundle.manifest.name}:"
-            f" token {token} is {found!r}, and not {wanted!r}; name a model with the same "
+            f" token {token} is {drafted!r}, and not {wanted!r}; name a model with the same "
             "tokenizer, such as a smaller one of the same family"
         )
 
 
 def first_difference(
-    wanted: Mapping[str, int], found: Mapping[str, int]
+    wanted: Mapping[str, int], drafted: Mapping[str, int]
 ) -> tuple[int, str, str] | None:
     """Return the first id that has two texts in two vocabularies, and the texts; None: none has.
 
     A vocabulary may be longer than the other one: its further tokens are never accepted.
     """
     texts = {token: text for text, token in wanted.items()}
-    others = {token: text for text, token in found.items()}
+    others = {token: text for text, token in drafted.items()}
     for token in sorted(texts.keys() & others.keys()):
         if texts[token] != others[token]:
             return token, texts[token], others[token]

@@ -132,10 +132,10 @@ def _results(
             if not isinstance(item, Request):
                 yield item
                 continue
-            found = result(item)
-            if found is None:
+            answer = result(item)
+            if answer is None:
                 return
-            yield found
+            yield answer
 
 
 def chosen_method(engine: Engine, method: RerankMethod) -> Literal["yes_no", "embeddings"]:

@@ -14,9 +14,8 @@ from edgellm.backends.batch import Backend
 from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
 from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.opening import OpenModels, open_models
-from edgellm.backends.parts import Parts
 from edgellm.backends.registry import CHUNKED, NATIVE
-from edgellm.backends.selection import Selection, select
+from edgellm.backends.selection import Parts, Selection, select
 from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies

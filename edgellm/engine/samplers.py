@@ -59,8 +59,8 @@ class Candidates:
             return tokens
         by_id = self.ids.argsort(kind="stable")
         wanted, ids = np.asarray(tokens), self.ids[by_id]
-        found = np.minimum(ids.searchsorted(wanted), len(ids) - 1)
-        places: list[int] = by_id[found[ids[found] == wanted]].tolist()
+        ranks = np.minimum(ids.searchsorted(wanted), len(ids) - 1)
+        places: list[int] = by_id[ranks[ids[ranks] == wanted]].tolist()
         return places
 
 
@@ -257,13 +257,13 @@ class Dry:
         """Return the number of last tokens behind which a repetition cannot begin."""
         for back in range(min(count, self._longest)):
             at = len(tokens) - 1 - back
-            found = [
+            breakers = [
                 len(tail)
                 for tail in self._tails(tokens[at])
                 if len(tail) <= back and tuple(tokens[at + 1 : at + 1 + len(tail)]) == tail
             ]
-            if found:
-                return back - max(found)
+            if breakers:
+                return back - max(breakers)
         return min(count, self._longest)
 
     def _tails(self, token: int) -> list[tuple[int, ...]]:

@@ -116,20 +116,19 @@ class Sampler:
         return int((sums / sums[-1]).searchsorted(self._random.random(), side="right"))
 
     def _step(self, name: str, tokenizer: Tokenizer | None) -> _Step:
-        """Return the function of a sampler."""
         options, least = self._options, self._options.min_keep
         if name == "dry":
             dry = Dry(options, tokenizer)
             return lambda candidates, tokens: _subtracted(candidates, dry.penalties(tokens))
         steps: dict[str, _Step] = {
             "penalties": self._penalized,
-            "top_n_sigma": lambda found, _: samplers.top_n_sigma(found, options.top_n_sigma),
-            "top_k": lambda found, _: samplers.top_k(found, options.top_k),
-            "typ_p": lambda found, _: samplers.typical(found, options.typical_p, min_keep=least),
-            "top_p": lambda found, _: samplers.top_p(found, options.top_p, min_keep=least),
-            "min_p": lambda found, _: samplers.min_p(found, options.min_p, min_keep=least),
+            "top_n_sigma": lambda given, _: samplers.top_n_sigma(given, options.top_n_sigma),
+            "top_k": lambda given, _: samplers.top_k(given, options.top_k),
+            "typ_p": lambda given, _: samplers.typical(given, options.typical_p, min_keep=least),
+            "top_p": lambda given, _: samplers.top_p(given, options.top_p, min_keep=least),
+            "min_p": lambda given, _: samplers.min_p(given, options.min_p, min_keep=least),
             "xtc": self._without_top,
-            "temperature": lambda found, _: samplers.temperature(found, options),
+            "temperature": lambda given, _: samplers.temperature(given, options),
         }
         return steps[name]
 

@@ -157,13 +157,13 @@ class Speculation:
             self.counts[name] = DraftCounts(before.drafted + drafted, before.accepted + accepted)
 
     def _evidence(self, tokens: Sequence[int]) -> list[Evidence]:
-        found = []
+        offered = []
         for drafter in list(self._drafters.values()):
             try:
-                found.append(drafter.evidence(tokens))
+                offered.append(drafter.evidence(tokens))
             except Exception as error:
                 self._give_up(drafter, error)
-        return [evidence for evidence in found if evidence is not None]
+        return [evidence for evidence in offered if evidence is not None]
 
     def _guess(self, choice: Choice, count: int, tokens: Sequence[int]) -> list[int]:
         drafter = self._drafters[choice.kind.drafter]

@@ -57,10 +57,10 @@ class CalibrationOptions:
         method, percentile: reach of the grids of 8-bit tensors, see `quantize/calibration.py`;
             16-bit tensors take `minmax`.
         shadow_share: share of the down_proj layers with 8-bit inputs that get a shadow: the host
-            computes what is beyond the grid (see `quantize/shadow.py`), where that saves most.
+            computes what is beyond the grid (see `quantize/calibration.py`), where that saves most.
         shadow_percentile: percentile that the grids of layers with a shadow reach to.
         rounding: rounding of weights: `gptq`, for the inputs that were seen (see
-            `quantize/gptq.py`; 43 s for a weight `[4096, 14336]`, two cores), or each to the
+            `quantize/weights.py`; 43 s for a weight `[4096, 14336]`, two cores), or each to the
             `nearest`, which is faster.
     """
 

@@ -18,7 +18,7 @@ from edgellm.graphs.layer_config import OTHER_MODEL
 from edgellm.graphs.tensor import Tensor
 from edgellm.graphs.tensors import model_tensors
 from edgellm.kernels.quantized import QuantizedWeight
-from edgellm.quantize.keys import common_part, pair_exponents
+from edgellm.quantize.basis import common_part, pair_exponents
 from edgellm.store.key_basis import (
     FOLDER,
     Exponents,

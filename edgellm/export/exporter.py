@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.metadata
+import logging
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edgellm.errors import OptionError
+from edgellm.errors import BundleError, EdgeLLMError, ExportError, OptionError
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.export.equalized import EqualizedCheckpoint, choose_basis, store_basis
 from edgellm.export.precision_writer import (
@@ -18,7 +21,12 @@ from edgellm.export.precision_writer import (
     write_head,
     write_precision,
 )
-from edgellm.export.precisions import PRECISIONS
+from edgellm.export.precisions import (
+    DEFAULT_CHUNK_SIZES,
+    PRECISIONS,
+    check_request,
+    default_precisions,
+)
 from edgellm.export.reference_writer import measure_errors, reference_tokens, store_reference
 from edgellm.export.source_checkpoint import (
     Merge,
@@ -26,15 +34,6 @@ from edgellm.export.source_checkpoint import (
     digest_of,
     file_type_of,
     weight_files,
-)
-from edgellm.export.target import (
-    check_same_model,
-    check_same_sizes,
-    check_same_weights,
-    disk_errors,
-    present_at,
-    publish,
-    sizes_of,
 )
 from edgellm.export.tokenizer_import import import_tokenizer
 from edgellm.export.weight_reader import FLOAT_WEIGHTS, WeightReader
@@ -44,20 +43,15 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.store import bundle as bundles
-from edgellm.store.bundle import Bundle
-from edgellm.store.bundle_check import MAX_CHUNK
+from edgellm.store.bundle import Bundle, is_newer, is_outdated
 from edgellm.store.home import delete_abandoned, locked, partial_folder, replacing_folder, sync_tree
 from edgellm.store.key_basis import KeyBasis, open_key_basis
 from edgellm.store.manifest import MTP, PACKED, Manifest, MtpEntry, PrecisionEntry
-from edgellm.store.precision_support import Precisions, names_of, needs_host, require, why_not
+from edgellm.store.precision_support import Precisions, names_of, require
 from edgellm.store.reference import FOLDER as REFERENCE
 from edgellm.store.reference import open_reference
 from edgellm.text.tokenizer import Tokenizer
 
-DEFAULT_CHUNK_SIZES = (32, 128)
-# One for the native kernels, one for prefill chunks and one for decode steps in ONNX Runtime; see
-# `default_precisions`.
-DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
 _TOOLS = ("edgellm", "onnxruntime", "onnx-ir", "gguf", "safetensors", "tokenizers", "numpy")
 
 
@@ -111,11 +105,11 @@ def export(
     _check_weights(weights)
     out = out.absolute()
     source += "".join(f" + {path.absolute()}:{scale:g}" for path, scale in lora)
-    with disk_errors(out):
+    with _disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with locked(out):
             delete_abandoned(out.parent, of=out.name, abandoned_s=0)
-            present = present_at(out, source, force=force, mend=mend)
+            present = _present_at(out, source, force=force, mend=mend)
             if present is not None:
                 _check_same(out, present, chunk_sizes, weights)
             checkpoint: Checkpoint | None = None
@@ -131,7 +125,7 @@ def export(
                     EqualizedCheckpoint(checkpoint, basis),
                     basis,
                     digest=_digest(checkpoint),
-                    chunk_sizes=sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
+                    chunk_sizes=_sizes_of(present) or chunk_sizes or DEFAULT_CHUNK_SIZES,
                     calibration=calibration or CalibrationOptions(),
                     weights=(present.weights if present else weights) or "auto",
                     steps=_Steps(checkpoint, missing, progress),
@@ -151,10 +145,17 @@ def _check_weights(weights: str | None) -> None:
 def _check_same(
     out: Path, present: Manifest, chunk_sizes: Sequence[int] | None, weights: str | None
 ) -> None:
-    if chunk_sizes is not None:
-        check_same_sizes(out, present, chunk_sizes)
-    if weights is not None:
-        check_same_weights(out, present, weights)
+    """Refuse other chunk sizes or another rounding than those of the bundle at `out`."""
+    sizes = _sizes_of(present)
+    if chunk_sizes is not None and sizes and set(sizes) != set(chunk_sizes):
+        raise OptionError(
+            f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}: the bundle at {out} has "
+            f"{', '.join(map(str, sizes))}; `force` replaces it"
+        )
+    if weights is not None and present.weights != weights:
+        raise OptionError(
+            f"`weights` {weights}: the bundle at {out} has {present.weights}; `force` replaces it"
+        )
 
 
 def _opened(path: Path, lora: Sequence[Merge]) -> Checkpoint:
@@ -168,17 +169,6 @@ def _digest(checkpoint: Checkpoint) -> str:
     if not isinstance(checkpoint, MergedCheckpoint):
         return digest
     return hashlib.sha256((digest + checkpoint.digest).encode()).hexdigest()
-
-
-def default_precisions(config: ModelConfig) -> list[str]:
-    """Return the precisions of an export that names none.
-
-    A model whose residual cannot be rotated has float32 chunks; one with experts or states
-    has none.
-    """
-    if needs_host(config):
-        return [PACKED]
-    return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
 
 
 def _missing(
@@ -199,7 +189,8 @@ def _basis(out: Path, present: Manifest | None, checkpoint: Checkpoint) -> KeyBa
     """Return the key basis of the bundle at `out`, or a new one if there is none."""
     if present is None:
         return choose_basis(checkpoint)
-    check_same_model(out, present, checkpoint.config)
+    if present.config != checkpoint.config:
+        raise BundleError(f"{out}: the bundle is of another model; `force` replaces it")
     return open_key_basis(out, present.keys, checkpoint.config)
 
 
@@ -269,7 +260,7 @@ class _Exporter:
             )
             for precision in precisions:
                 manifest = self._precision(folder, manifest, precision, base=folder)
-            publish(out, folder, manifest)
+            _publish(out, folder, manifest)
 
     def add(self, out: Path, present: Manifest, precisions: Sequence[str]) -> None:
         """Export precisions into a scratch folder, move its folders to `out`, the manifest last."""
@@ -281,7 +272,7 @@ class _Exporter:
                 sync_tree(folder)
                 shutil.rmtree(out / folder.name, ignore_errors=True)
                 folder.replace(out / folder.name)
-            publish(out, out, manifest)
+            _publish(out, out, manifest)
 
     def _precision(self, root: Path, manifest: Manifest, name: str, *, base: Path) -> Manifest:
         """Write a precision's folder into `root`, and return the manifest with that precision.
@@ -379,48 +370,70 @@ class _Exporter:
             return store_mtp_weights(reader, file, self._checkpoint.config)
 
 
-def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
-    """Refuse unknown precisions, an empty list of them, and impossible chunk sizes.
-
-    Raises:
-        OptionError: the message names the wrong precisions or sizes.
-    """
-    names = list(precisions)
-    check_precisions(names)
-    if chunk_sizes is not None:
-        check_chunk_sizes(chunk_sizes, names)
-
-
-def check_precisions(precisions: Collection[str]) -> None:
-    """Refuse unknown precision names, and an empty list.
-
-    Raises:
-        OptionError: the message names the unknown ones.
-    """
-    unknown = sorted(set(precisions) - set(PRECISIONS))
-    if unknown or not precisions:
-        raise OptionError(
-            f"precisions {', '.join(unknown) or 'none'}: allowed are {', '.join(PRECISIONS)}"
-        )
-
-
-def check_chunk_sizes(chunk_sizes: Sequence[int], precisions: Collection[str]) -> None:
-    """Refuse chunk sizes out of range, or for precisions that have no chunks.
-
-    Raises:
-        OptionError: the message names the sizes.
-    """
-    asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
-    if not chunk_sizes or any(not 1 <= size <= MAX_CHUNK for size in chunk_sizes):
-        raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")
-    if not any(PRECISIONS[f].segments and not PRECISIONS[f].token_by_token for f in precisions):
-        raise OptionError(
-            f"{asked}: {', '.join(precisions)} is exported without chunks of any size"
-        )
-
-
 def _version(tool: str) -> str:
     try:
         return importlib.metadata.version(tool)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
+
+
+_log = logging.getLogger(__name__)
+
+
+def _present_at(out: Path, source: str, *, force: bool, mend: bool) -> Manifest | None:
+    """Read the manifest of the bundle at `out`; None if there is none or it is to be replaced.
+
+    Args:
+        source: resolved model name, for a warning.
+        force, mend: see `export`.
+
+    Raises:
+        BundleError: `out` is no bundle, or one that is damaged or of a later format.
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not (mend or bundles.is_bundle(out)):
+        raise BundleError(f"{out}: exists and is not a bundle; choose another folder")
+    if force or (mend and is_outdated(out)):
+        return None
+    try:
+        return bundles.open_bundle(out).manifest
+    except BundleError as error:
+        if not mend or is_newer(out):
+            raise
+        _log.warning("exporting %s again: %s", source, error)
+        return None
+
+
+def _sizes_of(present: Manifest | None) -> Sequence[int]:
+    """Return the chunk sizes of a bundle's precisions with chunks; empty if there are none."""
+    entries = present.precisions.values() if present is not None else ()
+    return next((entry.chunk_sizes for entry in entries if entry.any_size), ())
+
+
+def _publish(out: Path, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest in `folder`, after a check that all its files are there.
+
+    Raises:
+        ExportError: a file is missing.
+    """
+    try:
+        bundles.write_manifest(folder, bundles.with_files(manifest, folder))
+    except BundleError as error:
+        raise ExportError(f"{out}: someone deleted files while it was written ({error})") from None
+
+
+@contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Turn disk errors in the block into `ExportError`."""
+    try:
+        yield
+    except EdgeLLMError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ExportError(
+                f"{out}: the disk is full ({error.strerror}); free some space and try again"
+            ) from None
+        where = f" ({error.filename})" if error.filename else ""
+        raise ExportError(f"{out}: {error.strerror or error}{where}") from None

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
-from edgellm.backends.onnx_runtime import onnx_runtime
 from edgellm.backends.packed_weights import altup_weights, mamba2_vectors
+from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.errors import ModelFormatError
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
@@ -254,13 +254,13 @@ def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -
     else:  # a dequantized table may be larger than memory
         weight = tensor.quantized()
         read = lambda rows: dequantize(weight.rows(rows))  # noqa: E731
-    found = []
+    embeddings = []
     for window in windows:
         first = np.asarray(window, np.int64)[:, None] * layers
         first[first >= tensor.shape[0]] = 0
         rows = (first + np.arange(layers)).reshape(-1)
-        found.append(read(rows).reshape(len(window), -1))
-    return found
+        embeddings.append(read(rows).reshape(len(window), -1))
+    return embeddings
 
 
 # A mixer with a state, of all rows of a text: from what its input projections give.

@@ -12,28 +12,30 @@ packed quantized weights as the file has them, for the native kernels instead of
 w8a16-qdq
        int8 weights (a scale per channel) and 16-bit activations with scales from a calibration run
        (see `calibrate.py`), for accelerators that want static scales. Weights are rounded
-       for the inputs of that run (`quantize/gptq.py`).
+       for the inputs of that run (`quantize/weights.py`).
 w8a8-qdq
        as w8a16-qdq, with 8-bit inputs of linear layers, and the runs of inputs of o_proj and
        down_proj mixed with each other. Values that the grid before down_proj clips are lost, or, in
-       the layers where that saves most, computed by the host (`quantize/shadow.py`), with narrower
-       grids. Not for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, too few:
+       the layers where that saves most, computed by the host (`quantize/calibration.py`), with
+       narrower grids. Not for Qualcomm's HTP, which multiplies 8 by 8 bits only to 8 bits, too few:
        outputs of down_proj alone cost 17 % perplexity (SmolLM2-135M, simulated).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from edgellm.errors import OptionError
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
 from edgellm.graphs.builder import Array, Norm, WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.linear import (
     BiasedLinear,
     ConcatLinear,
@@ -47,7 +49,9 @@ from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
+from edgellm.store.bundle_check import MAX_CHUNK
 from edgellm.store.manifest import PACKED
+from edgellm.store.precision_support import needs_host, why_not
 
 
 class Authors(Protocol):
@@ -279,3 +283,59 @@ PRECISIONS = {
         None,
     ),
 }
+
+DEFAULT_CHUNK_SIZES = (32, 128)
+# One for the native kernels, one for prefill chunks and one for decode steps in ONNX Runtime; see
+# `default_precisions`.
+DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
+
+
+def default_precisions(config: ModelConfig) -> list[str]:
+    """Return the precisions of an export that names none.
+
+    A model whose residual cannot be rotated has float32 chunks; one with experts or states
+    has none.
+    """
+    if needs_host(config):
+        return [PACKED]
+    return [f if why_not(f, config) is None else "f32" for f in DEFAULT_PRECISIONS]
+
+
+def check_request(precisions: Iterable[str], chunk_sizes: Sequence[int] | None) -> None:
+    """Refuse unknown precisions, an empty list of them, and impossible chunk sizes.
+
+    Raises:
+        OptionError: the message names the wrong precisions or sizes.
+    """
+    names = list(precisions)
+    check_precisions(names)
+    if chunk_sizes is not None:
+        check_chunk_sizes(chunk_sizes, names)
+
+
+def check_precisions(precisions: Collection[str]) -> None:
+    """Refuse unknown precision names, and an empty list.
+
+    Raises:
+        OptionError: the message names the unknown ones.
+    """
+    unknown = sorted(set(precisions) - set(PRECISIONS))
+    if unknown or not precisions:
+        raise OptionError(
+            f"precisions {', '.join(unknown) or 'none'}: allowed are {', '.join(PRECISIONS)}"
+        )
+
+
+def check_chunk_sizes(chunk_sizes: Sequence[int], precisions: Collection[str]) -> None:
+    """Refuse chunk sizes out of range, or for precisions that have no chunks.
+
+    Raises:
+        OptionError: the message names the sizes.
+    """
+    asked = f"`chunk_sizes` {', '.join(map(str, chunk_sizes))}"
+    if not chunk_sizes or any(not 1 <= size <= MAX_CHUNK for size in chunk_sizes):
+        raise OptionError(f"{asked}: numbers from 1 to {MAX_CHUNK} are allowed")
+    if not any(PRECISIONS[f].segments and not PRECISIONS[f].token_by_token for f in precisions):
+        raise OptionError(
+            f"{asked}: {', '.join(precisions)} is exported without chunks of any size"
+        )

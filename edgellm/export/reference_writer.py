@@ -24,8 +24,8 @@ from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, Part, StoredArray, part_file
+from edgellm.quantize.calibration import ShadowLinear
 from edgellm.quantize.error import worst_row_error
-from edgellm.quantize.shadow import ShadowLinear
 from edgellm.store.manifest import PrecisionEntry
 from edgellm.store.reference import (
     FOLDER,

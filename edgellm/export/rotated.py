@@ -33,16 +33,15 @@ from edgellm.graphs.linear import (
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels import hadamard
-from edgellm.quantize.error import relative_error
-from edgellm.quantize.gptq import quantize_channels_for
-from edgellm.quantize.rotation import (
+from edgellm.quantize.basis import (
     random_rotation,
     rotate_input,
     rotate_input_blocks,
     rotate_output,
     spreading,
 )
-from edgellm.quantize.weights import quantize_channels
+from edgellm.quantize.error import relative_error
+from edgellm.quantize.weights import quantize_channels, quantize_channels_for
 from edgellm.store.reference import ROTATION
 
 Floats = NDArray[np.float32]
@@ -233,7 +232,6 @@ class _RotatedLayers:
         return "+".join(dict.fromkeys(types))
 
     def segment(self, index: int, weights: Mapping[str, Floats], store: _Store) -> Segment:
-        """Make a segment from its `weights`."""
         last = index == self._config.layer_count
         ones = Norm(store.array("ones", np.ones(self._config.hidden_size)))
         experts = index > 0 and self._config.layers[index - 1].experts is not None

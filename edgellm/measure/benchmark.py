@@ -184,8 +184,8 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
     lines.extend(shares(results, engine))
     if engine.expert_memory is not None:
         use = engine.expert_memory.use
-        found = f"{100 * use.hit_rate:.1f} % of their uses"
-        lines.append(f"experts in memory: {found}; {use.bytes_read / 1e9:.3g} GB read")
+        hits = f"{100 * use.hit_rate:.1f} % of their uses"
+        lines.append(f"experts in memory: {hits}; {use.bytes_read / 1e9:.3g} GB read")
     return "\n".join(lines)
 
 

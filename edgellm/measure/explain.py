@@ -22,8 +22,8 @@ from edgellm.backends.schedule import POLICIES, Policy, Step, Task, simulate
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
 from edgellm.engine.auto_backend import AutoChoice, auto_choice
+from edgellm.engine.costs import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
 from edgellm.engine.engine import Engine
-from edgellm.engine.measured import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import CancelledError
 from edgellm.measure.roofline import Machine, Work, measure_cpu, measure_gpu, work_of

@@ -14,7 +14,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from edgellm.cache.groups import StateGroup, cache_groups
-from edgellm.engine.measured import best_seconds
+from edgellm.engine.costs import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.layer_config import Attention

@@ -29,8 +29,14 @@ from edgellm.engine.loop import aiterate
 from edgellm.engine.samples import SamplePieces, sample_pieces
 from edgellm.generation_options import GenerationOptions
 from edgellm.progress import Progress
-from edgellm.serve.ask import Ask, EmbeddingAsk, RerankAsk
-from edgellm.serve.asked_prompt import answerable_prompt, check_size, embedding_prompt
+from edgellm.serve.ask import (
+    Ask,
+    EmbeddingAsk,
+    RerankAsk,
+    answerable_prompt,
+    check_size,
+    embedding_prompt,
+)
 from edgellm.serve.events import (
     Begun,
     Client,

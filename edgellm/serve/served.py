@@ -79,7 +79,6 @@ class ModelCard:
 
 
 def card_of(engine: Engine) -> ModelCard:
-    """Return the card of a loaded model."""
     template = _readable(engine.bundle, lambda: engine.template)
     return _card(engine.bundle, engine.options, engine.tokenizer, template, engine.memory)
 

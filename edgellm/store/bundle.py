@@ -16,7 +16,7 @@ Graphs of a folder share its weights.bin, which ONNX Runtime and numpy map into 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,10 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         partial.write_text(json.dumps(manifest.to_json(), indent=1) + "\n", encoding="utf-8")
 
 
-def with_files(
-    manifest: Manifest, path: Path, *, on_file: Callable[[str], None] | None = None
-) -> Manifest:
+def with_files(manifest: Manifest, path: Path) -> Manifest:
     """Return the manifest with the size and sha256 of every file now in the bundle folder `path`.
 
     Files that the manifest lists already are not read again.
-
-    Args:
-        on_file: called with the name of each file.
 
     Raises:
         BundleError: a file that the manifest lists, or one that the model needs, is missing.
@@ -147,8 +142,6 @@ def with_files(
         if known is None:
             known = FileEntry(file.stat().st_size, sha256_of(file))
         files[name] = known
-        if on_file is not None:
-            on_file(name)
     lost = sorted(manifest.files.keys() - files.keys())
     if lost:
         raise BundleError(f"{path}: {lost[0]} is missing; export the model again")

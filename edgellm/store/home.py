@@ -107,17 +107,13 @@ def partial_folder(
 
 
 @contextmanager
-def replacing_file(
-    target: Path, *, private: bool = False, make_parents: bool = False, lasting: bool = True
-) -> Iterator[Path]:
+def replacing_file(target: Path, *, private: bool = False, lasting: bool = True) -> Iterator[Path]:
     """Yield a temporary file that becomes `target` at the block's end, or vanishes on an error.
 
     Args:
-        private, make_parents: see `replacing_folder`.
+        private: see `replacing_folder`.
         lasting: wait for the disk; False for a file that is made again if it is damaged.
     """
-    if make_parents:
-        make_folder(target.parent)
     partial = _partial_path(target.parent, target.name)
     # made here, and not by the caller's writer, so that its mode is right from the start
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600 if private else 0o666))

@@ -2,7 +2,7 @@
 
 Exported K is divided by powers of two, one for each RoPE pair of a KV head, and Q is multiplied by
 them. The KV cache leaves out a vector that all keys have in common. The result of attention stays
-the same (see `quantize/keys.py`). All precisions of a bundle have one basis, because they write to
+the same (see `quantize/basis.py`). All precisions of a bundle have one basis, because they write to
 one cache. With K biases, as in Qwen2, 8-bit keys suffice only in this basis.
 
 Norms of Q and K stand between projections and the cache, so the bundle stores them with the basis,

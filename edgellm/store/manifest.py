@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgellm.errors import BundleError, EdgeLLMError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import StoredArray
-from edgellm.graphs.typed_json import parse
+from edgellm.graphs.fields import parse
 
 FORMAT = "edgellm-bundle"
 # Raised when the layout or the recipe of a precision changes, so that old bundles are made again.
@@ -51,7 +51,7 @@ class FileEntry:
 class ShadowEntry:
     """A linear layer with a shadow: the host computes what its input grid clips.
 
-    See `quantize/shadow.py`.
+    See `quantize/calibration.py`.
 
     Attributes:
         scale, bits: the grid of the layer's input.

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import HOST_TOKENS, StoredArray
+from edgellm.quantize.calibration import ShadowLinear
 from edgellm.quantize.error import worst_line_error
-from edgellm.quantize.shadow import ShadowLinear
 from edgellm.store.manifest import PrecisionEntry, map_arrays
 
 Floats = NDArray[np.float32]

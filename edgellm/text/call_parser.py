@@ -283,7 +283,6 @@ class CallParser:
                 return reader.text[begin:at] if reader.text[begin] == opener else None
 
     def _object(self) -> Reading:
-        """Read a call that is a JSON object."""
         reader, keys = self._reader, self._format.keys
         assert keys is not None
         call = _ObjectCall(self, wait_for_id=keys.id is not None and keys.id_last)

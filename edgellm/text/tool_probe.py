@@ -241,5 +241,4 @@ def _reads_back(probe: _Probe, reasoning: Marks, content: Marks, head: str, end:
 
 
 def _twins(tag: re.Match[str] | None, close: str) -> bool:
-    """Whether `close` is the closing tag of `tag`."""
     return tag is not None and f"{tag[1][0]}/{tag[1][1:]}" == close

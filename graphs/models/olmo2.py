@@ -42,7 +42,6 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def normed(config: ModelConfig) -> ModelConfig:
-    """Return the config with the norms of OLMo 2 and 3."""
     config = with_attention(config, lambda _, a: replace(a, qk_norm="width"))
     return with_layers(config, lambda _, layer: replace(layer, norms="post"))
 

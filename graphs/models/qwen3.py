@@ -21,7 +21,6 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
 
 
 def normed(config: ModelConfig) -> ModelConfig:
-    """Return the config with the norms of Qwen3."""
     return with_attention(config, lambda _, a: replace(a, qk_norm="head"))
 
 

@@ -86,7 +86,6 @@ class DeltaRule:
         return (self.taps - 1) * self.channels + matrices
 
     def key_head_of(self, head: int) -> int:
-        """Return the key head of a value head."""
         if self.tiled:
             return head % self.key_heads
         return head // (self.value_heads // self.key_heads)

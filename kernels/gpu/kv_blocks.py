@@ -41,7 +41,6 @@ class _DevicePool:
             theirs[part] = ours[torch.tensor(part, device=ours.device)].cpu().numpy()
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy block `source` over block `target`."""
         for ours, _ in self._pairs():
             ours[target].copy_(ours[source])
 

@@ -26,21 +26,12 @@ def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float
     return (2 * np.clip(code, 0, 15) - 15).astype(np.int8), scale
 
 
-def round_trip(
-    rows: NDArray[np.floating],
-    format: KVFormat,
-    *,
-    key: bool,
-    offset: NDArray[np.floating] | None = None,
-) -> NDArray[np.float64]:
+def round_trip(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> NDArray[np.float64]:
     """Return rows `[C, Hkv, D]` as attention reads them back from the KV cache.
 
     Args:
         key: whether the rows are keys, not values.
-        offset: key offset `[Hkv, D]`, subtracted before rounding and added back.
     """
-    if offset is not None:
-        return round_trip(rows.astype(np.float64) - offset, format, key=key) + offset
     if format not in SCALED:
         return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
     spread = key or format in SPREAD_VALUES

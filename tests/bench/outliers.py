@@ -24,8 +24,8 @@ from edgellm.export.calibrate import CalibrationOptions, choose_windows
 from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.kernels import hadamard
 from edgellm.llm import load
+from edgellm.quantize.basis import random_rotation, spreading
 from edgellm.quantize.calibration import Observation, error_share, reach
-from edgellm.quantize.rotation import random_rotation, spreading
 from edgellm.store.sources import DEFAULT_MODEL, resolve
 
 WINDOW = 512

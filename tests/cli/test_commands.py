@@ -379,7 +379,7 @@ def test_an_error_that_ctrl_c_became(error: Exception, monkeypatch: pytest.Monke
     def load(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("edgellm.cli.measuring.load", load)
+    monkeypatch.setattr("edgellm.cli.progress.load", load)
     interrupted = threading.Event()
     interrupted.set()
     assert run_command(["plan", "10"], interrupted=interrupted) == 130

@@ -28,7 +28,7 @@ from tiny_families import make, save_tokenizer
 
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
-from edgellm.graphs.hf_quantization.registry import quantization_of
+from edgellm.graphs.hf_quantization import quantization_of
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.kernels.quantized import dequantize
 from edgellm.store.bundle import open_bundle

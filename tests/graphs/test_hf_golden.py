@@ -13,7 +13,7 @@ import pytest
 from hf_golden import CASES, ROUNDED, array, write_tensors
 
 from edgellm.errors import EdgeLLMError, ModelFormatError
-from edgellm.graphs.hf_quantization.registry import quantization_of
+from edgellm.graphs.hf_quantization import quantization_of
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
 from edgellm.kernels.quantized import dequantize
 

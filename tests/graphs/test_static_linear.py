@@ -12,8 +12,8 @@ from edgellm.graphs.builder import GraphBuilder, WeightFile
 from edgellm.graphs.contract import Grid
 from edgellm.graphs.linear import BlockRotatedLinear, Linear, StaticLinear, input_name, is_input
 from edgellm.kernels import hadamard
+from edgellm.quantize.basis import rotate_input_blocks, spreading
 from edgellm.quantize.error import relative_error
-from edgellm.quantize.rotation import rotate_input_blocks, spreading
 from edgellm.quantize.weights import quantize_channels
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.quantize.gptq import quantize_channels_for
-from edgellm.quantize.weights import quantize_channels
+from edgellm.quantize.weights import quantize_channels, quantize_channels_for
 
 DAMPING = 0.01
 

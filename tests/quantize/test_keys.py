@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.rope import reference as rope
-from edgellm.quantize.keys import common_part, pair_exponents
+from edgellm.quantize.basis import common_part, pair_exponents
 
 
 @pytest.mark.parametrize("half", [8, 3])

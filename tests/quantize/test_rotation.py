@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgellm.kernels import hadamard
-from edgellm.quantize import rotation
+from edgellm.quantize import basis as rotation
 
 
 @pytest.mark.parametrize("size", [96, 576, 2048, 33])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.quantize.shadow import ShadowLinear, excess_of
+from edgellm.quantize.calibration import ShadowLinear, excess_of
 
 SCALE = 0.05
 

@@ -12,8 +12,7 @@ from typing import Any
 from edgellm.generation_options import GenerationArguments
 from edgellm.results import Stats
 from edgellm.serve.anthropic.messages import read_conversation
-from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.ask import Ask, asked_prompt
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import MAX_STOPS, Fields
@@ -115,7 +114,6 @@ def _fill(block: dict[str, Any], text: str) -> None:
 
 
 async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
-    """Convert the events of an ask to the frames of a message."""
     frames: _MessageFrames | None = None
     async with aclosing(events):
         async for event in events:
@@ -162,7 +160,6 @@ class _MessageFrames:
         return [_frame("message_start", message=message), _frame("ping")]
 
     def of(self, event: Delta | End) -> list[Frame]:
-        """Convert a delta or an end to frames."""
         return self._delta(event) if isinstance(event, Delta) else self._end(event)
 
     def _delta(self, event: Delta) -> list[Frame]:

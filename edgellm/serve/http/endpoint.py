@@ -239,7 +239,6 @@ class Dialect:
     owns: Callable[[str], bool] = lambda _: False
 
     def error(self, error: RequestError) -> Reply:
-        """Return the reply for an error."""
         body = self.error_body(error)
         return json_reply(body, status=self.status(error), headers=error.headers)
 

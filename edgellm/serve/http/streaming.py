@@ -71,7 +71,6 @@ class BodyReply:
 def json_reply(
     value: JSON, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> BodyReply:
-    """Return a reply with a JSON body."""
     return BodyReply(dump(value), "application/json", status, headers or {})
 
 

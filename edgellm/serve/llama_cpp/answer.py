@@ -51,7 +51,6 @@ class _Count:
 
 
 def result_object(begun: Begun, answer: Answered, shown: Shown, *, index: int) -> dict[str, Any]:
-    """Return a whole answer as an object."""
     result = _result(
         begun, answer.pieces, answer.text, answer.finish_reason, answer.stats, shown, index=index
     )

@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from edgellm.llm import LLM
-from edgellm.serve.ask import Ask
-from edgellm.serve.asked_prompt import asked_prompt
+from edgellm.serve.ask import Ask, asked_prompt
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields, shown
 from edgellm.serve.http.streaming import Reply, json_reply

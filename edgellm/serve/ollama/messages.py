@@ -127,7 +127,7 @@ def read_conversation(fields: Fields) -> Conversation:
     Raises:
         RequestError: one of the fields is wrong.
     """
-    tools = read_tools(fields.get("tools"), "tools")
+    tools = read_tools(fields.get("tools"))
     return Conversation(
         messages=_messages(fields.objects("messages", MAX_MESSAGES)),
         tools=tools,

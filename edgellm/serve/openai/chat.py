@@ -90,7 +90,6 @@ def read_chat(fields: Fields, *, max_n: int) -> AskedChat:
 
 
 def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict[str, Any]:
-    """Return all answers to a chat request as one object."""
     stats = [answer.stats for answer in answers]
     return Identity(begun.model).object(
         "chat.completion",
@@ -169,7 +168,6 @@ class _Chunks:
         self.ended: list[Stats] = []
 
     def of(self, event: Delta | End) -> list[Frame]:
-        """Convert a delta or an end to chunks."""
         frames = []
         if event.sample not in self._shown:
             self._shown.add(event.sample)
@@ -241,7 +239,6 @@ def call_delta(call: ToolCallDelta) -> dict[str, Any]:
 
 
 async def chat_frames(events: AsyncGenerator[Event, None], asked: AskedChat) -> Frames:
-    """Convert the events of an ask to chunks of a chat reply."""
     chunks: _Chunks | None = None
     async with aclosing(events):
         async for event in events:

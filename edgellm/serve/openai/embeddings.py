@@ -102,9 +102,9 @@ async def rerank(call: Call) -> Reply:
         raise fields.wrong("query", "a text that is not empty")
     if len(ask.instruction) > _LONGEST_INSTRUCTION:
         raise fields.wrong("instruction", f"a text of at most {_LONGEST_INSTRUCTION} characters")
-    found = await call.answering.rerank(ask, call.client)
+    scores = await call.answering.rerank(ask, call.client)
     results: list[dict[str, Any]] = []
-    for each in ranked(found.values, top_n):
+    for each in ranked(scores.values, top_n):
         result: dict[str, Any] = {"index": each.index, "relevance_score": each.relevance}
         if with_documents:
             result["document"] = shown[each.index]
@@ -113,9 +113,9 @@ async def rerank(call: Call) -> Reply:
         {
             "id": f"rerank-{secrets.token_hex(12)}",
             "object": "list",
-            "model": found.model,
+            "model": scores.model,
             "results": results,
-            "usage": {"prompt_tokens": found.tokens, "total_tokens": found.tokens},
+            "usage": {"prompt_tokens": scores.tokens, "total_tokens": scores.tokens},
         }
     )
 

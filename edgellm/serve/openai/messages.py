@@ -1,14 +1,15 @@
-"""Messages and tools in OpenAI's form, which other dialects share in part."""
+"""Messages, tools and errors in OpenAI's form, which other dialects share in part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from edgellm.errors import OptionError
 from edgellm.serve.ask import Conversation
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.request_error import RequestError
+from edgellm.serve.http.streaming import JSON
+from edgellm.serve.request_error import Kind, RequestError
 from edgellm.text.prompt import ROLES, Message
 from edgellm.text.template import Scalar
 from edgellm.tool_use import MAX_TOOLS, Tool, ToolCall, ToolChoice, checked_choice, checked_tools
@@ -26,7 +27,7 @@ def read_conversation(fields: Fields) -> Conversation:
         RequestError: a field is wrong, there are no messages, or a message has a part that no
             model here reads, such as an image.
     """
-    tools = read_tools(fields.get("tools"), "tools")
+    tools = read_tools(fields.get("tools"))
     choice = read_choice(fields.get("tool_choice"), tools, "tool_choice")
     parallel = fields.flag("parallel_tool_calls")
     hints: dict[str, Scalar] = {}
@@ -62,15 +63,15 @@ def read_messages(fields: Fields) -> tuple[Message, ...]:
     return messages
 
 
-def read_tools(value: Any, param: str) -> tuple[Tool, ...]:
+def read_tools(value: Any) -> tuple[Tool, ...]:
     """Read a list of OpenAI's tools; null: no tools."""
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_TOOLS:
         raise RequestError(
-            "invalid_request", f"`{param}` is a list of at most {MAX_TOOLS} tools", param=param
+            "invalid_request", f"`tools` is a list of at most {MAX_TOOLS} tools", param="tools"
         )
-    return checked(param, lambda: checked_tools(value))
+    return checked("tools", lambda: checked_tools(value))
 
 
 def read_choice(value: Any, tools: tuple[Tool, ...], param: str) -> ToolChoice:
@@ -142,3 +143,26 @@ def _part(part: Fields) -> str:
         f"`{part.where}type` is {kind[:40]!r}; the models here read texts alone",
         param=f"{part.where}type",
     )
+
+
+_TYPES: Mapping[Kind, str] = {
+    "authentication": "authentication_error",
+    "permission": "permission_error",
+    "not_found": "not_found_error",
+    "internal": "server_error",
+    "overloaded": "overloaded_error",
+    "unavailable": "unavailable_error",
+    "context_length": "exceed_context_size_error",
+}
+
+
+def error_body(error: RequestError) -> JSON:
+    return {
+        "error": {
+            "message": error.message,
+            "type": _TYPES.get(error.kind, "invalid_request_error"),
+            "param": error.param,
+            "code": error.code,
+            **error.details,
+        }
+    }

@@ -16,9 +16,8 @@ from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
 from edgellm.serve.http.endpoint import Call, Route
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
-from edgellm.serve.openai.error import error_body
 from edgellm.serve.openai.grammar import ANY_OBJECT
-from edgellm.serve.openai.messages import read_choice
+from edgellm.serve.openai.messages import error_body, read_choice
 from edgellm.serve.openai.responses_items import OfferedTools, OutputItems, read_input
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError

@@ -49,7 +49,7 @@ class OfferedTools:
             RequestError: a tool is wrong, or neither a function nor run by the server.
         """
         if not isinstance(listed, list):
-            return cls(read_tools(listed, "tools"))
+            return cls(read_tools(listed))
         functions: list[Any] = []
         namespaces: dict[str, tuple[str, str]] = {}
         for index, tool in enumerate(listed):
@@ -60,7 +60,7 @@ class OfferedTools:
                     functions.append({**each, "name": f"{space}.{name}"})
             elif not str(kind).startswith(_HOSTED):
                 functions.append(_wrapped(tool, f"tools[{index}]"))
-        return cls(read_tools(functions, "tools"), namespaces)
+        return cls(read_tools(functions), namespaces)
 
     def choice(self, fields: Fields) -> Any:
         """Return the field `tool_choice`, with the name that the model knows a tool by."""

@@ -19,7 +19,7 @@ from edgellm.serve.http.streaming import BodyReply, Comment, Frame, Frames, Repl
 from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.openai import chat, completions, embeddings, responses
 from edgellm.serve.openai.chat import AskedChat, Identity, chat_object
-from edgellm.serve.openai.error import error_body
+from edgellm.serve.openai.messages import error_body
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import finish_reason, placement, timestamp, timings, usage

@@ -16,11 +16,10 @@ from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
-from edgellm.backends.parts import Parts
 from edgellm.backends.planner import Costs
 from edgellm.backends.providers import CPU, PROVIDERS
 from edgellm.backends.segments import Head, Segments
-from edgellm.backends.selection import Selection, select
+from edgellm.backends.selection import Parts, Selection, select
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.export import export

@@ -18,7 +18,7 @@ from edgellm.llm import load
 from edgellm.options import EngineOptions
 
 LIBRARIES = ("torch", "triton", "onnxruntime")
-FILES = ("chunked", "cuda", "native", "triton")
+FILES = ("cuda", "native", "triton")
 
 
 def imported_by_loading(model: Path, **options: str) -> set[str]:
@@ -41,12 +41,12 @@ def test_only_what_was_chosen_is_imported(tiny_model: Path) -> None:
     for options in (native, graphs):
         load(str(tiny_model), **options)  # exports what is not there yet
     assert imported_by_loading(tiny_model, **native) == {"native"}
-    assert imported_by_loading(tiny_model, **graphs) == {"chunked", "onnxruntime"}
+    assert imported_by_loading(tiny_model, **graphs) == {"onnxruntime"}
 
 
 def test_every_back_end_has_a_file() -> None:
     files = {name: backend_file(name).__name__ for name in (*STEPS, *PROVIDERS)}  # type: ignore[attr-defined]
-    assert {name.rpartition(".")[2] for name in files.values()} == set(FILES)
+    assert {name.rpartition(".")[2] for name in files.values()} == {"opening", *FILES}
     assert set(STEPS) < set(DECODE_BACKENDS)
 
 

@@ -13,7 +13,7 @@ from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import Costs
 from edgellm.backends.registry import STEPS
 from edgellm.engine import costs
-from edgellm.engine.measured import MeasuredPrompt, from_json
+from edgellm.engine.costs import MeasuredPrompt, from_json
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export import export
 from edgellm.llm import load

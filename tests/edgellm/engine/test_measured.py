@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.measured import MARGIN, Measured, MeasuredPrompt, from_json, in_turns, to_json
+from edgellm.engine.costs import MARGIN, Measured, MeasuredPrompt, from_json, in_turns, to_json
 
 # What else the machine does makes a call slower; one of some calls goes undisturbed.
 delays = st.lists(st.floats(1, 30), min_size=1, max_size=5).map(lambda rest: (1.0, *rest))

@@ -30,7 +30,7 @@ from edgellm.graphs.contract import HOST_TOKENS
 from edgellm.graphs.segment import Segment, author_segment
 from edgellm.llm import LLM, load
 from edgellm.measure.perplexity import perplexity
-from edgellm.quantize.rotation import random_rotation
+from edgellm.quantize.basis import random_rotation
 from edgellm.quantize.weights import quantize_channels
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import MANIFEST

@@ -16,7 +16,7 @@ from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export.calibrate import CalibrationOptions
 from edgellm.graphs import contract
 from edgellm.llm import LLM, load
-from edgellm.quantize.shadow import ShadowLinear
+from edgellm.quantize.calibration import ShadowLinear
 from edgellm.store.bundle import open_bundle
 
 Export = Callable[..., Path]

@@ -20,7 +20,7 @@ from waiting import Clock, until
 
 from edgellm import LLM
 from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.serve.asked_prompt import answerable_prompt
+from edgellm.serve.ask import answerable_prompt
 
 
 @pytest.mark.slow

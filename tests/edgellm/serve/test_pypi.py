@@ -71,7 +71,7 @@ def url(long_tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         text = texts[min(turn, len(texts) - 1)]
         return replace(prompt, logit_filter=Dictated(long_tiny, text))
 
-    monkeypatch.setattr("edgellm.serve.asked_prompt.chat_prompt", dictated)
+    monkeypatch.setattr("edgellm.serve.ask.chat_prompt", dictated)
     pool = ModelPool([served(long_tiny, "m")])
     with running(pool, long_tiny, ServeOptions(port=0, grace_s=1)) as server:
         yield server.url

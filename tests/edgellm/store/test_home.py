@@ -55,11 +55,9 @@ def test_missing_parents_are_made_where_that_is_meant(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError), replacing(target):
             pass
         assert not target.parent.exists()
-        with replacing(target, make_parents=True):
-            pass
-        assert list(target.parent.iterdir()) == [target]
-        target.unlink() if target.is_file() else target.rmdir()
-        target.parent.rmdir()
+    with replacing_folder(target, make_parents=True):
+        pass
+    assert list(target.parent.iterdir()) == [target]
 
 
 def test_what_fails_leaves_what_was_there(tmp_path: Path) -> None:
