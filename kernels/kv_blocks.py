@@ -155,6 +155,11 @@ class KVBlocks:
         row = QUAD * self.k.shape[4] if self.latent else self.v.shape[4]
         return int(row) * (2 if self.format == "int4" else 1)
 
+    @property
+    def value_dim(self) -> int:
+        """Width of a row of V, which may be a latent."""
+        return self.latent or self.head_dim
+
     def key_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
         """Return K of the token in a row of a block, `[Hkv, D]`."""
         quads = self.k[block, layer, :, row // PANEL, :, row % PANEL]

@@ -13,7 +13,6 @@ from pathlib import Path
 from edgellm.errors import BundleError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig
-from edgellm.graphs.state_mixers import Mamba2
 from edgellm.store.bundle import read_manifest, write_manifest
 from edgellm.store.home import delete_abandoned, delete_folder, locked
 from edgellm.store.manifest import Manifest
@@ -28,7 +27,8 @@ _BESIDE_HOST = ("f32", "f16", "w4a16", "w8a8")
 # Graphs without C++ kernels beside them, and back ends that decode in graphs.
 _ALONE = (*STATIC, "int4", "portable", "reference", "chunked")
 _GPU = ("triton", "cuda")
-_ALL = (*_BESIDE_HOST, *_ALONE, *_GPU)
+_NO_TRITON = (*_BESIDE_HOST, *_ALONE, "cuda")
+_ALL = (*_NO_TRITON, "triton")
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
 
@@ -64,15 +64,14 @@ PARTS = (
     Part(
         "a clamped SwiGLU without experts",
         _layer(lambda x: x.mlp.activation == "clamped_swiglu" and x.experts is None),
-        (*_BESIDE_HOST, *_ALONE, "cuda"),
+        _NO_TRITON,
     ),
     Part("layers with states", lambda config: config.has_states, (*_ALONE, "cuda")),
-    Part("Mamba-2 layers", _layer(lambda x: isinstance(x.state_mixer, Mamba2)), ("triton",)),
-    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _ALL),
+    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _NO_TRITON),
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
     Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
-    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _ALL),
+    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _NO_TRITON),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
     Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
     Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
@@ -100,6 +99,7 @@ UNTRIED = (
     Part("layers with states", lambda config: config.has_states, ("triton",)),
     Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
     Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
+    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

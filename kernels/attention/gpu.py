@@ -31,8 +31,8 @@ from edgellm.kernels.gpu.elementwise import soft_capped
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
-from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES
-from edgellm.kernels.linear.gpu_rows import CodedRows, store_rows
+from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES, row_elements
+from edgellm.kernels.linear.gpu_rows import CodedRows, row_pointers, store_part
 from edgellm.kernels.quantized import GROUP
 
 
@@ -95,6 +95,53 @@ def nibble(codes: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
     return (((codes >> SHIFT) & 15).to(tl.int32) * 2 - 15).to(tl.float16)
 
 
+@triton.jit
+def factors(codes: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
+    """Return what queries or weights are multiplied by: both halves of the rows of int4, else one
+    tile twice."""
+    low, high = codes, codes
+    if FORMAT == "int4":
+        low, high = nibble(codes, 0), nibble(codes, 4)
+    elif FORMAT != "f32":
+        low = codes.to(tl.float16)
+        high = low
+    return low, high
+
+
+@triton.jit
+def query_tile(
+    q_ptr: tl.tensor,
+    at: tl.tensor,
+    inside: tl.tensor,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+) -> tl.tensor:
+    """Load queries `[R, D]`, the second half of int4's, and what their scores are multiplied by."""
+    q = tl.load(q_ptr + at, mask=inside, other=0.0)
+    size = tl.max(tl.abs(q), axis=1)
+    high = q
+    if FORMAT == "int4":
+        high = tl.load(q_ptr + at + ROW, mask=inside, other=0.0)
+        size = tl.maximum(size, tl.max(tl.abs(high), axis=1))
+    if FORMAT == "f32":
+        size = tl.full(size.shape, 1.0, tl.float32)
+    else:
+        divisor = tl.where(size > 0, size, 1.0)[:, None]
+        q, high = (q / divisor).to(tl.float16), (high / divisor).to(tl.float16)
+    return q, high, size
+
+
+@triton.jit
+def products(
+    q: tl.tensor, q_high: tl.tensor, low: tl.tensor, high: tl.tensor, FORMAT: tl.constexpr
+) -> tl.tensor:
+    """Return the products of queries and keys `[R, K]`, as `query_tile` and `factors` give them."""
+    score = tl.dot(q, low, input_precision="ieee") if FORMAT == "f32" else tl.dot(q, low)
+    if FORMAT == "int4":
+        score = tl.dot(q_high, high, score)
+    return score
+
+
 # one compilation for all layers
 @triton.jit(do_not_specialize=["layer"])
 def attention_kernel(
@@ -117,8 +164,10 @@ def attention_kernel(
     cap: tl.tensor,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    LATENT: tl.constexpr,
     FORMAT: tl.constexpr,
     CAP: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -128,11 +177,15 @@ def attention_kernel(
 ) -> None:
     """Compute the partial results of one split for a tile of queries and a KV head.
 
-    The grid counts jobs, see `Work`, and KV heads. WIDTH is the padded width of a cached row.
+    The grid counts jobs, see `Work`, and KV heads. WIDTH is the padded width of a cached value,
+    KEY_WIDTH that of a key. LATENT is the width of latents, which are values and, behind what K
+    has, the rest of the keys; or 0.
     """
     FOUR_BIT: tl.constexpr = FORMAT == "int4"
     SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
-    ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
+    VALUE_DIM: tl.constexpr = LATENT if LATENT > 0 else HEAD_DIM
+    KEY_ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
+    ROW: tl.constexpr = VALUE_DIM // 2 if FOUR_BIT else VALUE_DIM
     LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
     allow_next(EARLY)
     wait_for_last(EARLY)
@@ -150,23 +203,20 @@ def attention_kernel(
     position = start + r // GROUP
     heads = kv_heads * GROUP
     query = (first_row + r // GROUP) * heads + kv_head * GROUP + r % GROUP
-    e = tl.arange(0, WIDTH)
-    at = query[:, None] * HEAD_DIM + e[None, :]
-    inside = there[:, None] & (e < ROW)[None, :]
-    q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    q_size = tl.max(tl.abs(q), axis=1)
-    q_high = q
-    if FOUR_BIT:
-        q_high = tl.load(q_ptr + at + ROW, mask=inside, other=0.0)
-        q_size = tl.maximum(q_size, tl.max(tl.abs(q_high), axis=1))
     if not CAP:
         scale *= LOG2_E
-    if FORMAT != "f32":
-        divisor = tl.where(q_size > 0, q_size, 1.0)[:, None]
-        q, q_high = (q / divisor).to(tl.float16), (q_high / divisor).to(tl.float16)
-        factor = q_size * scale
-    else:
-        factor = tl.full([ROWS], 1.0, tl.float32) * scale
+    e = tl.arange(0, KEY_WIDTH)
+    at = query[:, None] * (HEAD_DIM + LATENT) + e[None, :]
+    q, q_high, factor = query_tile(
+        q_ptr, at, there[:, None] & (e < KEY_ROW)[None, :], KEY_ROW, FORMAT
+    )
+    factor *= scale
+    e = tl.arange(0, WIDTH)
+    inside = there[:, None] & (e < ROW)[None, :]
+    if LATENT > 0:
+        at = query[:, None] * (HEAD_DIM + LATENT) + HEAD_DIM + e[None, :]
+        latent_q, latent_high, latent_factor = query_tile(q_ptr, at, inside, ROW, FORMAT)
+        latent_factor *= scale
 
     # the keys that any query of this tile sees, in tiles, and this split's share of them
     first_token = first_query // GROUP
@@ -186,19 +236,23 @@ def attention_kernel(
         place = (block * layers + layer) * kv_heads + kv_head
         row = first % BLOCK
         key = first + tl.arange(0, KEYS)
-        codes = key_tile(k_ptr + place * (BLOCK * ROW), row, ROW, WIDTH // 4, KEYS)
-        if FOUR_BIT:
-            score = tl.dot(q, nibble(codes, 0))
-            score = tl.dot(q_high, nibble(codes, 4), score)
-        elif FORMAT == "f32":
-            score = tl.dot(q, codes, input_precision="ieee")
-        else:
-            score = tl.dot(q, codes.to(tl.float16))
-        score *= factor[:, None]
+        codes = key_tile(k_ptr + place * (BLOCK * KEY_ROW), row, KEY_ROW, KEY_WIDTH // 4, KEYS)
+        keys, high_keys = factors(codes, FORMAT)
+        score = products(q, q_high, keys, high_keys, FORMAT) * factor[:, None]
         at_scale = place * BLOCK + row + tl.arange(0, KEYS)
         written = key < end
         if SCALED:
             score *= tl.load(k_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
+        if LATENT > 0:
+            codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+            if not SCALED:
+                codes = tl.where(written[:, None], codes, 0.0)
+            values, high_values = factors(codes, FORMAT)
+            rest = products(latent_q, latent_high, tl.trans(values), tl.trans(high_values), FORMAT)
+            rest *= latent_factor[:, None]
+            if SCALED:
+                rest *= tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
+            score += rest
         if CAP:
             score = soft_capped(score, cap) * LOG2_E
         seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
@@ -209,27 +263,28 @@ def attention_kernel(
         keep = tl.exp2(largest - safe)
         largest = now
         weight = weight * keep + tl.sum(p, axis=1)
-        codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+        if LATENT == 0:
+            codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+            if not SCALED:
+                # rows that were never written may be NaN, and 0 * NaN is NaN
+                codes = tl.where(written[:, None], codes, 0.0)
+            values, high_values = factors(codes, FORMAT)
+        v_size = 1.0
         if SCALED:
             v_scale = tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)
             v_size = tl.max(v_scale, axis=0)
             p *= (v_scale / tl.where(v_size > 0, v_size, 1.0))[None, :]
+        if FORMAT == "f32":
+            low = low * keep[:, None] + tl.dot(p, values, input_precision="ieee")
         else:
-            # rows that were never written may be NaN, and 0 * NaN is NaN
-            codes = tl.where(written[:, None], codes, 0.0)
-            v_size = 1.0
-        if FOUR_BIT:
             p = p.to(tl.float16)
-            low = low * keep[:, None] + tl.dot(p, nibble(codes, 0)) * v_size
-            high = high * keep[:, None] + tl.dot(p, nibble(codes, 4)) * v_size
-        elif FORMAT == "f32":
-            low = low * keep[:, None] + tl.dot(p, codes, input_precision="ieee")
-        else:
-            low = low * keep[:, None] + tl.dot(p.to(tl.float16), codes.to(tl.float16)) * v_size
+            low = low * keep[:, None] + tl.dot(p, values) * v_size
+        if FOUR_BIT:
+            high = high * keep[:, None] + tl.dot(p, high_values) * v_size
 
     # loaded behind the loop, so that it takes no register there
     out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
-    at = out[:, None].to(tl.int64) * HEAD_DIM + e[None, :]
+    at = out[:, None].to(tl.int64) * VALUE_DIM + e[None, :]
     tl.store(sums_ptr + at, low, mask=inside)
     if FOUR_BIT:
         tl.store(sums_ptr + at + ROW, high, mask=inside)
@@ -292,23 +347,9 @@ def combine_kernel(
     if GATED:
         gate = tl.load(gate_ptr + row * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
         total /= 1.0 + tl.exp(-gate)
-    if CODED:
-        EACH: tl.constexpr = WIDTH // 32
-        number = tl.arange(0, EACH)
-        store_rows(
-            tl.reshape(tl.where(d < HEAD_DIM, total, 0.0), [EACH, 32]),
-            token.to(tl.int32) + 0 * number,
-            head.to(tl.int32) * (HEAD_DIM // 32) + number,
-            number < HEAD_DIM // 32,
-            heads * (HEAD_DIM // 32),
-            codes_ptr,
-            codes_ptr,
-            scale_ptr,
-            shift_ptr,
-            False,
-        )
-    else:
-        tl.store(out_ptr + row * HEAD_DIM + d, total, mask=d < HEAD_DIM)
+    ptrs = out_ptr, codes_ptr, scale_ptr, shift_ptr
+    at, size = head.to(tl.int32) * HEAD_DIM, heads * HEAD_DIM
+    store_part(total, token.to(tl.int32), at, HEAD_DIM, size, ptrs, CODED)
 
 
 def attend(
@@ -331,9 +372,10 @@ def attend(
 
     Args:
         tables: block ids of each sequence `[S, blocks]` int64, read on the device like `work`.
-        q: queries of all spans `[C, H, D]` float32, from `append_rotated`.
+        q: queries of all spans `[C, H, D]` float32, from `append_rotated`; where the blocks have
+            latents, with what these are multiplied by behind it.
         work: work of the programs, by `Tiling.plan` for these blocks and heads.
-        out: results, `[C, H, D]` float32.
+        out: results, `[C, H, D]` float32, or as wide as latents.
         partials: buffers for `C` tokens or more.
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
@@ -342,8 +384,10 @@ def attend(
         gate: numbers whose sigmoids results are multiplied by, `[C, H * D]` float32, or None.
         coded: where results are written as codes instead, if `takes_codes`.
     """
-    host = blocks.host
-    tokens, heads, head_dim = q.shape
+    host, width = blocks.host, blocks.host.value_dim
+    tokens, heads, head_dim = q.shape[0], q.shape[1], blocks.host.head_dim
+    key_row, row = (row_elements(blocks.format, each) for each in (head_dim, width))
+    wide = work.tile == ROWS or width > 256 or (blocks.format == "f32" and width > 64)
     attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         blocks.k,
@@ -364,14 +408,16 @@ def attend(
         0.0 if softcap is None else softcap,
         GROUP=heads // host.kv_heads,
         HEAD_DIM=head_dim,
+        LATENT=host.latent,
         FORMAT=blocks.format,
         CAP=softcap is not None,
-        WIDTH=max(16, aligned(blocks.row)),
+        KEY_WIDTH=max(16, aligned(key_row)),
+        WIDTH=max(16, aligned(row)),
         ROWS=work.tile,
         KEYS=Tiling.of(blocks, heads).keys,
         BLOCK=BLOCK,
         FIELDS=JOB_FIELDS,
-        num_warps=8 if work.tile == ROWS or (blocks.format == "f32" and head_dim > 64) else 4,
+        num_warps=8 if wide else 4,
         **early(),
     )
     combine_kernel[(tokens * heads,)](
@@ -380,15 +426,12 @@ def attend(
         partials.weight,
         out if sinks is None else sinks,
         out if gate is None else gate,
-        out,
-        out if coded is None else coded.codes,
-        out if coded is None else coded.scale,
-        out if coded is None else coded.shift,
+        *row_pointers(out, coded),
         work.rows,
         heads,
-        HEAD_DIM=head_dim,
-        WIDTH=aligned(head_dim),
-        HADAMARD=hadamard_size(blocks, SPREAD_VALUES),
+        HEAD_DIM=width,
+        WIDTH=aligned(width),
+        HADAMARD=hadamard_size(blocks, SPREAD_VALUES, width),
         SINKS=sinks is not None,
         GATED=gate is not None,
         CODED=coded is not None,

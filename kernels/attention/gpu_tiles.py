@@ -87,8 +87,11 @@ class Tiling:
         # tiles of wide heads are halved to fit into registers
         if blocks.format == "f32":
             return cls(group, 16, 16)
-        parts = 1 if blocks.host.head_dim <= 128 else 2
-        return cls(group, ROWS // parts, KEYS // parts)
+        parts = max(1, aligned(blocks.host.value_dim) // 128)
+        # with 32 keys of latents of 512 numbers, a thread spills 40 bytes in int4; with 64, f16
+        # needs more shared memory than most GPUs have
+        wide = blocks.host.latent > 0 and blocks.format == "int4"
+        return cls(group, max(16, ROWS // parts), KEYS if wide else max(32, KEYS // parts))
 
     def tile(self, counts: Sequence[int]) -> int:
         """Return the query rows of a tile for spans with `counts` tokens, by the longest span."""

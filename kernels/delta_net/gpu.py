@@ -15,8 +15,9 @@ import triton.language as tl
 from edgellm.kernels.delta_net import STATE_COLUMNS, DeltaNetWeights, DeltaRule
 from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
+from edgellm.kernels.gpu.elementwise import softplus
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
-from edgellm.kernels.linear.gpu_rows import CodedRows, store_rows
+from edgellm.kernels.linear.gpu_rows import CodedRows, row_pointers, store_part
 from edgellm.kernels.short_conv.gpu import Convolution
 
 
@@ -50,6 +51,14 @@ class DeviceDeltaNet:
             dt_bias=dt_bias,
             norm=norm,
         )
+
+    @property
+    def channels(self) -> int:
+        return self.rule.channels
+
+    @property
+    def takes_codes(self) -> bool:
+        return True
 
     def run(
         self,
@@ -99,10 +108,7 @@ class DeviceDeltaNet:
             inputs,
             mixed,
             self.norm,
-            out,
-            out if coded is None else coded.codes,
-            out if coded is None else coded.scale,
-            out if coded is None else coded.shift,
+            *row_pointers(out, coded),
             inputs.stride(0),
             rule.channels,
             heads,
@@ -119,18 +125,6 @@ class DeviceDeltaNet:
 def unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Return x / |x| * scale."""
     return x * (scale / tl.sqrt(tl.sum(x * x, axis=0) + 1e-6))
-
-
-@triton.jit
-def kept_share(step: tl.tensor, decay: tl.tensor) -> tl.tensor:
-    """Return exp(decay * softplus(step)), with all digits of shares that are nearly 1."""
-    power = tl.exp(tl.minimum(step, 20.0))
-    above = 1.0 + power
-    # log(1 + power), whose rounding of the sum is made up for
-    softplus = tl.where(
-        above == 1.0, power, tl.log(above) * (power / tl.maximum(above - 1.0, 1e-30))
-    )
-    return tl.exp(decay * tl.where(step > 20.0, step, softplus))
 
 
 # one compilation for all layers
@@ -185,7 +179,7 @@ def recurrence_kernel(
         q = tl.load(key_ptr + row * channels + i, mask=known, other=0.0)
         k = tl.load(key_ptr + row * channels + key_heads * KEY_DIM + i, mask=known, other=0.0)
         q, k = unit(q, KEY_DIM**-0.5), unit(k, 1.0)
-        kept = kept_share(tl.load(step_ptr + row * stride) + bias, decay)
+        kept = tl.exp(decay * softplus(tl.load(step_ptr + row * stride) + bias))
         learned = 1.0 / (1.0 + tl.exp(-tl.load(step_ptr + row * stride + heads)))
         s *= kept
         value = tl.load(value_ptr + row * channels + c)
@@ -229,19 +223,5 @@ def finish_kernel(
     gate = tl.load(in_ptr + row * stride + channels + head * VALUE_DIM + d, mask=known, other=0.0)
     x *= 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / VALUE_DIM + epsilon)
     x *= tl.load(norm_ptr + d, mask=known, other=0.0) * (gate / (1.0 + tl.exp(-gate)))
-    if CODED:
-        number = tl.arange(0, WIDTH // 32)
-        store_rows(
-            tl.reshape(x, [WIDTH // 32, 32]),
-            row + 0 * number,
-            head * (VALUE_DIM // 32) + number,
-            number < VALUE_DIM // 32,
-            size // 32,
-            codes_ptr,
-            codes_ptr,
-            scale_ptr,
-            shift_ptr,
-            False,
-        )
-    else:
-        tl.store(out_ptr + row * size + head * VALUE_DIM + d, x, mask=known)
+    ptrs = out_ptr, codes_ptr, scale_ptr, shift_ptr
+    store_part(x, row, head * VALUE_DIM, VALUE_DIM, size, ptrs, CODED)

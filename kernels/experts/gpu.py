@@ -23,6 +23,8 @@ from edgellm.kernels.linear.gpu_rows import TILE, CodedRows, store_inputs
 
 # Rows whose experts a program chooses, where there are many.
 _ROWS = 16
+# Most shares of a program that chooses and gives slots; with twice as many a thread spills.
+_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
@@ -224,9 +226,11 @@ def route(
         num_warps=4 if few else 8,
         **early(),
     )
-    run, experts = TILE * aligned(-(-rows // TILE)) if few else _ROWS, aligned(routing.experts)
+    run, experts = TILE * aligned(-(-rows // TILE)), aligned(routing.experts)
+    at_once = few and run * experts <= _AT_ONCE
+    run = run if at_once else _ROWS
     table = buffers.table.view(-1, 3)[: router.sizes.tiles(rows)]
-    for choose, place in ((True, True),) if few else ((True, False), (False, True)):
+    for choose, place in ((True, True),) if at_once else ((True, False), (False, True)):
         route_kernel[(triton.cdiv(rows, run),)](
             buffers.scores,
             buffers.chosen,

@@ -129,6 +129,9 @@ def best_shares(
     if GROUPS > 1:
         open = in_best_groups(rank, group, there, SIGMOID, GROUPS, USED_GROUPS)
     chosen = best(rank, tl.arange(0, score.shape[1])[None, :], open, USED)
+    if SELECTION and NORMALIZED and not SIGMOID:
+        # a bias may choose experts whose part of the softmax is 0 as a float32
+        weight = tl.exp(score - tl.max(tl.where(chosen, score, float("-inf")), axis=1)[:, None])
     if NORMALIZED or not SIGMOID:
         whole = tl.sum(tl.where(chosen if NORMALIZED else there, weight, 0.0), axis=1)
         scale /= whole[:, None]

@@ -42,6 +42,16 @@ def gate_factor(up: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """Return log(1 + exp(x)) with all digits of small results, as shares of nearly 1 need them."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    above = 1.0 + power
+    # the rounding of the sum is made up for
+    log = tl.log(above) * (power / tl.maximum(above - 1.0, 1e-30))
+    return tl.where(x > 20.0, x, tl.where(above == 1.0, power, log))
+
+
+@triton.jit
 def soft_capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """Return cap * tanh(x / cap), with an error of at most 1e-7 cap."""
     return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap))

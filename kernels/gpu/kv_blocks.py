@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import KVBlocks, KVFormat, row_elements
+from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
 from edgellm.kernels.state_blocks import StateBlocks
 
 _DTYPES: dict[KVFormat, torch.dtype] = {
@@ -90,11 +90,6 @@ class DeviceBlocks(_DevicePool):
     @property
     def format(self) -> KVFormat:
         return self.host.format
-
-    @property
-    def row(self) -> int:
-        """Number of elements in a row of a KV head."""
-        return row_elements(self.host.format, self.host.head_dim)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
         host = self.host

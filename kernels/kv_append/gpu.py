@@ -121,6 +121,71 @@ def rotated(
     return x * cos + tl.where(second, partner, -partner) * sin
 
 
+@triton.jit
+def rounded(x: tl.tensor, SIZE: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor:
+    """Return a row of SIZE numbers as the cache has it, and its scale; `x` may be padded."""
+    largest = tl.max(tl.abs(tl.where(tl.arange(0, x.numel) < SIZE, x, 0.0)), axis=0)
+    scale = largest
+    if FORMAT == "int8":
+        scale = largest * (1.0 / 127)
+        stored = round_half_even(x / tl.maximum(scale, 1.1754944e-38)).to(tl.int8)
+    elif FORMAT == "int4":
+        scale = largest * (1.0 / 16)
+        step = 2.0 * tl.maximum(scale, 1.1754944e-38)
+        code = tl.minimum(tl.maximum(tl.floor(x / step) + 8.0, 0.0), 15.0)
+        # element e of the first half beside element e of the second one
+        e = tl.arange(0, x.numel // 2)
+        both = tl.gather(code, e, 0) + 16.0 * tl.gather(code, e + SIZE // 2, 0)
+        stored = both.to(tl.uint8)
+    elif FORMAT == "f16":
+        stored = x.to(tl.float16)
+    else:
+        stored = x
+    return stored, scale
+
+
+@triton.jit
+def store_key(
+    stored: tl.tensor,
+    scale: tl.tensor,
+    k_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    place: tl.tensor,
+    at: tl.tensor,
+    SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a key to row `at` of a head's block, of which `place` is the number."""
+    ROW: tl.constexpr = SIZE // 2 if FORMAT == "int4" else SIZE
+    e = tl.arange(0, stored.numel)
+    offset = at // 16 * (ROW * 16) + e // 4 * 64 + at % 16 * 4 + e % 4
+    tl.store(k_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
+    if FORMAT == "int8" or FORMAT == "int4":
+        tl.store(scale_ptr + place * BLOCK + at, scale)
+
+
+@triton.jit
+def store_value(
+    stored: tl.tensor,
+    scale: tl.tensor,
+    v_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    place: tl.tensor,
+    at: tl.tensor,
+    SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write a value to row `at` of a head's block, of which `place` is the number."""
+    ROW: tl.constexpr = SIZE // 2 if FORMAT == "int4" else SIZE
+    e = tl.arange(0, stored.numel)
+    offset = at // 4 * (ROW * 4) + e * 4 + at % 4
+    tl.store(v_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
+    if FORMAT == "int8" or FORMAT == "int4":
+        tl.store(scale_ptr + place * BLOCK + at, scale)
+
+
 # one compilation for all layers
 @triton.jit(do_not_specialize=["layer"])
 def append_kernel(
@@ -223,34 +288,11 @@ def append_kernel(
         block = tl.load(table_ptr + position // BLOCK)
         place = (block * layers + layer) * kv_heads + kv_head
         at = position % BLOCK
-        largest = tl.max(tl.abs(tl.where(inside, x, 0.0)), axis=0)
-        ROW: tl.constexpr = HEAD_DIM // 2 if FORMAT == "int4" else HEAD_DIM
-        e = tl.arange(0, WIDTH // 2 if FORMAT == "int4" else WIDTH)
-        scale = largest
-        if FORMAT == "int8":
-            scale = largest * (1.0 / 127)
-            stored = round_half_even(x / tl.maximum(scale, 1.1754944e-38)).to(tl.int8)
-        elif FORMAT == "int4":
-            scale = largest * (1.0 / 16)
-            step = 2.0 * tl.maximum(scale, 1.1754944e-38)
-            code = tl.minimum(tl.maximum(tl.floor(x / step) + 8.0, 0.0), 15.0)
-            # element e of the first half beside element e of the second one
-            both = tl.gather(code, e, 0) + 16.0 * tl.gather(code, e + ROW, 0)
-            stored = both.to(tl.uint8)
-        elif FORMAT == "f16":
-            stored = x.to(tl.float16)
-        else:
-            stored = x
+        stored, scale = rounded(x, HEAD_DIM, FORMAT)
         if is_value:
-            offset = at // 4 * (ROW * 4) + e * 4 + at % 4
-            tl.store(v_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
-            if FORMAT == "int8" or FORMAT == "int4":
-                tl.store(v_scale_ptr + place * BLOCK + at, scale)
+            store_value(stored, scale, v_ptr, v_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
         else:
-            offset = at // 16 * (ROW * 16) + e // 4 * 64 + at % 16 * 4 + e % 4
-            tl.store(k_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
-            if FORMAT == "int8" or FORMAT == "int4":
-                tl.store(k_scale_ptr + place * BLOCK + at, scale)
+            store_key(stored, scale, k_ptr, k_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
 
 
 def append_rotated(
@@ -304,7 +346,7 @@ def append_rotated(
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
         FORMAT=blocks.format,
-        HADAMARD=hadamard_size(blocks, SCALED),
+        HADAMARD=hadamard_size(blocks, SCALED, head_dim),
         BIAS=bias is not None,
         NORM=None if norms is None else norms.order,
         OFFSET=blocks.key_offset is not None,
@@ -314,7 +356,9 @@ def append_rotated(
     )
 
 
-def hadamard_size(blocks: DeviceBlocks, formats: Sequence[str]) -> int:
-    """Return the size of the Hadamard transform before rounding; 0 if no format is the blocks'."""
-    head_dim = blocks.host.head_dim
-    return power_of_two_factor(head_dim, limit=head_dim) if blocks.format in formats else 0
+def hadamard_size(blocks: DeviceBlocks, formats: Sequence[str], width: int) -> int:
+    """Return the size of the Hadamard transform before rows of some width are rounded.
+
+    0: no format is that of the blocks.
+    """
+    return power_of_two_factor(width, limit=width) if blocks.format in formats else 0

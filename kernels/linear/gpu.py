@@ -125,6 +125,8 @@ class Tiles:
         rows: number of rows of the step.
         experts: number of experts.
         used: number of experts, and slots, of a row.
+        back: whether a result goes to the place of the slot's row among the inputs, which are rows
+            for each expert then; else results are slots.
     """
 
     table: torch.Tensor
@@ -132,6 +134,7 @@ class Tiles:
     rows: int
     experts: int
     used: int
+    back: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,10 @@ class _Call:
     def outputs(self) -> int:
         """Number of outputs, of each expert if there are any."""
         return self.weight.outputs // (1 if self.tiles is None else self.tiles.experts)
+
+    @property
+    def back(self) -> bool:
+        return self.tiles is not None and self.tiles.back
 
     @property
     def panels(self) -> int:
@@ -189,6 +196,7 @@ class _Call:
             "ADD": self.add,
             "EXPERTS": self.tiles is not None,
             "SOURCES": self.tiles is not None and self.tiles.source is not None,
+            "BACK": self.back,
             "KIND": self.weight.kind,
             "UP_KIND": self.second.kind,
         }
@@ -231,7 +239,8 @@ def linear(
         peaks: maxima of the outputs, filled only for few rows.
         coded: few rows, coded already, with the weights of the norm.
         then: what comes next, for few rows; unless they are added, outputs are not in `y` then.
-        tiles: slots of experts, if `weight` has those of all: `y` has a row for each slot then.
+        tiles: slots of experts, if `weight` has those of all: `y` has a row for each slot then, or
+            for each of `x`.
 
     Raises:
         ValueError: the rows have another width, or the second weight has another shape.
@@ -276,7 +285,8 @@ def _few(
     """Multiply rows that were coded."""
     y, groups = call.y, call.weight.inputs // GROUP
     tiles = 1 if call.tiles is not None else triton.next_power_of_2(-(-count // TILE))
-    warps, steps = _shape(call, tiles, one=count == 1)
+    one = count == 1 and not call.back
+    warps, steps = _shape(call, tiles, one=one)
     # codes of 32 outputs have a scale, which are two panels
     panels = 1 if then is None else 2
     if interpreted():
@@ -313,7 +323,7 @@ def _few(
         NEXT_NORM=norm is not None,
         NEXT_FINE=then is not None and then.fine,
         FINE=fine,
-        ONE=count == 1,
+        ONE=one,
         TILES=tiles,
         PANELS=panels,
         WARPS=warps,
@@ -393,6 +403,7 @@ def _prepare(x: torch.Tensor, norm: torch.Tensor | None, epsilon: float, rows: R
         x if norm is None else norm,
         rows.halves,
         rows.scale,
+        x.stride(0),
         inputs,
         epsilon,
         NORM=norm is not None,

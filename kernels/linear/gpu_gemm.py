@@ -58,6 +58,7 @@ def rows_kernel(
     norm_ptr: tl.tensor,
     halves_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    stride: tl.tensor,
     inputs: tl.tensor,
     epsilon: tl.tensor,
     NORM: tl.constexpr,
@@ -69,7 +70,7 @@ def rows_kernel(
     largest = tl.zeros([BLOCK], tl.float32)
     for first in range(0, inputs, BLOCK):
         k = first + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * inputs + k, mask=k < inputs, other=0.0)
+        x = tl.load(x_ptr + row * stride + k, mask=k < inputs, other=0.0)
         if NORM:
             squares += x * x
             x *= tl.load(norm_ptr + k, mask=k < inputs, other=0.0)
@@ -78,7 +79,7 @@ def rows_kernel(
     divisor = tl.where(scale > 0, scale, 1.0)
     for first in range(0, inputs, BLOCK):
         k = first + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + row * inputs + k, mask=k < inputs, other=0.0)
+        x = tl.load(x_ptr + row * stride + k, mask=k < inputs, other=0.0)
         if NORM:
             x *= tl.load(norm_ptr + k, mask=k < inputs, other=0.0)
         tl.store(halves_ptr + row * inputs + k, (x / divisor).to(tl.float16), mask=k < inputs)
@@ -206,6 +207,7 @@ def gemm_kernel(
     ADD: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOURCES: tl.constexpr,
+    BACK: tl.constexpr,
     KIND: tl.constexpr,
     UP_KIND: tl.constexpr,
     ROWS: tl.constexpr,
@@ -221,6 +223,7 @@ def gemm_kernel(
         EXPERTS: whether the grid counts tiles of experts in place of rows: an expert, its first
             slot and its number of slots, up to ROWS; see `product_kernel`.
         SOURCES: whether the rows of slots are named; else slots are rows.
+        BACK: whether results go to the places of the named rows.
     """
     panel = tl.program_id(0) * PANELS + tl.arange(0, PANELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -277,6 +280,8 @@ def gemm_kernel(
         CAP,
     )
     there = known[:, None] & (output < outputs)[None, :]
+    if BACK:
+        row = source
     place = row[:, None].to(tl.int64) * y_stride + output[None, :]
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)

@@ -309,6 +309,7 @@ def product_kernel(
     NEXT_FINE: tl.constexpr,
     EXPERTS: tl.constexpr,
     SOURCES: tl.constexpr,
+    BACK: tl.constexpr,
     FINE: tl.constexpr,
     ONE: tl.constexpr,
     KIND: tl.constexpr,
@@ -328,7 +329,7 @@ def product_kernel(
             are added to y, only so; NEXT_NORM, NEXT_FINE: see `store_rows`.
         EXPERTS: whether there are tiles of experts, which the grid counts behind the panels: an
             expert, its first slot and its number of slots, up to 8. Weights have `outputs` for each
-            expert, and results are slots.
+            expert, and results are slots or, if BACK, go to the places of the named rows.
         SOURCES: whether the rows of slots are named; else slots are rows, a tile each eight.
         ONE: whether there is a single row.
         WARPS: warps that share a panel.
@@ -342,8 +343,7 @@ def product_kernel(
     # one that is not there is read, and not stored
     panel = tl.minimum(tl.program_id(0) * PANELS + each // (WARPS * 32), panels - 1)
     row = tl.arange(0, TILES * 8)[:, None]
-    slot = row
-    x_tile = 0
+    slot, x_tile = row, 0
     if EXPERTS:
         wait_for_last(EARLY)
         tile_ptr += tl.program_id(1) * 3
@@ -352,12 +352,10 @@ def product_kernel(
             return
         expert = tl.load(tile_ptr)
         panel += expert * panels
-        bias_ptr += expert * outputs
-        up_bias_ptr += expert * outputs
+        bias_ptr, up_bias_ptr = bias_ptr + expert * outputs, up_bias_ptr + expert * outputs
         first_slot = tl.load(tile_ptr + 1)
         slot += first_slot
-        if not SOURCES:
-            x_tile = first_slot // 8 * groups
+        x_tile = 0 if SOURCES else first_slot // 8 * groups
     panel_ptr = data_ptr + panel_start(panel, groups, KIND, 1)
     up_ptr = up_data_ptr + panel_start(panel, groups, UP_KIND, 1)
     line = each % (WARPS * 32) * 128
@@ -464,6 +462,8 @@ def product_kernel(
         CAP,
     )
     there = (row < rows) & (output < outputs)
+    if BACK:
+        slot = tl.load(source_ptr + slot, mask=row < rows, other=0)
     place = slot.to(tl.int64) * y_stride + output
     if ADD:
         y += tl.load(y_ptr + place, mask=there, other=0.0)

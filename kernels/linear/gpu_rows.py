@@ -96,6 +96,47 @@ def store_rows(
 
 
 @triton.jit
+def store_part(
+    x: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    count: tl.tensor,
+    size: tl.tensor,
+    ptrs: tl.tensor,
+    CODED: tl.constexpr,
+) -> None:
+    """Write the first `count` of some numbers to a row of `size`, from its number `first` on.
+
+    Args:
+        ptrs: what `row_pointers` returns.
+        CODED: whether they are written as codes, groups of 32 as a whole, or as floats.
+    """
+    out_ptr, codes_ptr, scale_ptr, shift_ptr = ptrs
+    if CODED:
+        number = tl.arange(0, x.numel // 32)
+        store_rows(
+            tl.reshape(x, [x.numel // 32, 32]),
+            row + 0 * number,
+            first // 32 + number,
+            number < count // 32,
+            size // 32,
+            codes_ptr,
+            codes_ptr,
+            scale_ptr,
+            shift_ptr,
+            False,
+        )
+    else:
+        i = tl.arange(0, x.numel)
+        tl.store(out_ptr + row * size + first + i, x, mask=i < count)
+
+
+def row_pointers(out: torch.Tensor, coded: CodedRows | None) -> list[torch.Tensor]:
+    """Return where `store_part` writes; without codes kernels need pointers for them, too."""
+    return [out] * 4 if coded is None else [out, coded.codes, coded.scale, coded.shift]
+
+
+@triton.jit
 def store_inputs(
     x: tl.tensor,
     row: tl.tensor,
@@ -131,6 +172,7 @@ def code_rows_kernel(
     scale_ptr: tl.tensor,
     shift_ptr: tl.tensor,
     squares_ptr: tl.tensor,
+    stride: tl.tensor,
     inputs: tl.tensor,
     NORM: tl.constexpr,
     FINE: tl.constexpr,
@@ -145,7 +187,7 @@ def code_rows_kernel(
     groups = inputs // 32
     there = group < groups
     k = group[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64) * inputs + k, mask=there[:, None], other=0.0)
+    x = tl.load(x_ptr + row.to(tl.int64) * stride + k, mask=there[:, None], other=0.0)
     ptrs = codes_ptr, rest_ptr, scale_ptr, shift_ptr, squares_ptr
     store_inputs(x, row, group, there, groups, norm_ptr, ptrs, NORM, FINE)
 
@@ -153,7 +195,11 @@ def code_rows_kernel(
 def code_rows(
     x: torch.Tensor, rows: CodedRows, *, norm: torch.Tensor | None = None, fine: bool = False
 ) -> None:
-    """Write rows `[M, K]` float32, times the weights `[K]` of an RMS norm if any, as codes."""
+    """Write rows `[M, K]` float32, parts of wider ones or not, as codes.
+
+    Args:
+        norm: weights `[K]` of an RMS norm, which they are multiplied by.
+    """
     count, inputs = x.shape
     # a program of 32 groups has 8 numbers per thread
     each = triton.next_power_of_2(inputs // GROUP) if interpreted() else 32
@@ -165,6 +211,7 @@ def code_rows(
         rows.scale,
         rows.shift,
         rows.squares,
+        x.stride(0),
         inputs,
         NORM=norm is not None,
         FINE=fine,

@@ -16,7 +16,7 @@ import triton.language as tl
 from edgellm.kernels.gpu.device import aligned, interpreted
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
-from edgellm.kernels.linear.gpu_rows import CodedRows, store_rows
+from edgellm.kernels.linear.gpu_rows import CodedRows, row_pointers, store_part
 
 # Channels of a program.
 _CHANNELS = 256
@@ -30,10 +30,16 @@ class Convolution:
         filters: `[taps, channels]`; the last tap is that of the row itself.
         products: whether a row has B, C and x, its inputs are B * x, and outputs are multiplied by
             C; else SiLU is applied to them.
+        bias: of the outputs before SiLU, `[channels]`, or None.
     """
 
     filters: torch.Tensor
     products: bool
+    bias: torch.Tensor | None = None
+
+    @property
+    def takes_codes(self) -> bool:
+        return True
 
     def run(
         self,
@@ -58,16 +64,15 @@ class Convolution:
         conv_kernel[(len(states.rows), parts)](
             inputs,
             self.filters,
+            self.filters if self.bias is None else self.bias,
             pool,
             states.spans,
             states.rows,
-            out,
-            out if coded is None else coded.codes,
-            out if coded is None else coded.scale,
-            out if coded is None else coded.shift,
+            *row_pointers(out, coded),
             *numbers,
             TAPS=taps,
             PRODUCTS=self.products,
+            BIAS=self.bias is not None,
             CODED=coded is not None,
             WIDTH=width,
             num_warps=4,
@@ -108,6 +113,7 @@ def conv_inputs(
 def conv_kernel(
     in_ptr: tl.tensor,
     filter_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     state_ptr: tl.tensor,
     span_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -122,6 +128,7 @@ def conv_kernel(
     elements: tl.tensor,
     TAPS: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    BIAS: tl.constexpr,
     CODED: tl.constexpr,
     WIDTH: tl.constexpr,
     EARLY: tl.constexpr,
@@ -136,6 +143,8 @@ def conv_kernel(
     first, source = tl.load(span_ptr), tl.load(span_ptr + 2)
     state_ptr += (source.to(tl.int64) * layers + layer) * elements
     total = tl.zeros([WIDTH], tl.float32)
+    if BIAS:
+        total += tl.load(bias_ptr + channel, mask=there, other=0.0)
     for tap in tl.static_range(TAPS):
         at = row - (TAPS - 1) + tap
         new = channel < tl.where(at < first, 0, channels)
@@ -149,23 +158,9 @@ def conv_kernel(
         total *= tl.load(in_ptr + row * stride + channels + channel, mask=there, other=0.0)
     else:
         total = total / (1.0 + tl.exp(-total))
-    if CODED:
-        number = tl.arange(0, WIDTH // 32)
-        group = tl.program_id(1) * (WIDTH // 32) + number
-        store_rows(
-            tl.reshape(total, [WIDTH // 32, 32]),
-            row + 0 * number,
-            group,
-            group < channels // 32,
-            channels // 32,
-            codes_ptr,
-            codes_ptr,
-            scale_ptr,
-            shift_ptr,
-            False,
-        )
-    else:
-        tl.store(out_ptr + row * channels + channel, total, mask=there)
+    done = tl.program_id(1) * WIDTH
+    ptrs = out_ptr, codes_ptr, scale_ptr, shift_ptr
+    store_part(total, row, done, channels - done, channels, ptrs, CODED)
 
 
 # one compilation for all layers

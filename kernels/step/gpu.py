@@ -31,7 +31,7 @@ from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import Weights
+from edgellm.kernels.step.weights import LayerWeights, Weights
 
 Floats = NDArray[np.float32]
 # Held while a graph is captured, of which torch has one at a time in a process.
@@ -98,12 +98,12 @@ class DeviceStep:
         if not attending:
             raise ValueError("no layer attends; needed is one or more")
         first = attending[0]
-        shape = first.heads, first.kv_heads, first.head_dim
         for layer in attending:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
-            if (layer.heads, layer.kv_heads, layer.head_dim) != shape:
+            if _heads(layer) != _heads(first):
                 raise ValueError(
-                    "layers differ in heads, KV heads or head_dim; needed are the same in all"
+                    "layers differ in heads, KV heads, head_dim or latents; needed are the same in "
+                    "all"
                 )
         self._weights = weights
         self._pools = [pool.host for pool in pools]
@@ -288,6 +288,11 @@ class DeviceStep:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
+
+
+def _heads(layer: LayerWeights) -> tuple[int, ...]:
+    rank = 0 if layer.latent is None else layer.latent.rank
+    return layer.heads, layer.kv_heads, layer.head_dim, rank
 
 
 def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:

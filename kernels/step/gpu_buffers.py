@@ -10,9 +10,11 @@ import torch
 from edgellm.kernels.attention.gpu import Partials
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts.gpu import ExpertBuffers, ExpertSizes
+from edgellm.kernels.latent.gpu import HeadRows
 from edgellm.kernels.linear.gpu import FEW_ROWS, Rows
 from edgellm.kernels.linear.gpu_rows import CodedRows
-from edgellm.kernels.step.weights import LayerWeights, StateMixer
+from edgellm.kernels.mamba2 import Mamba2Weights
+from edgellm.kernels.step.weights import LayerWeights
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,11 @@ class Buffers:
         activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
-        projected: gates of attention, or what a mixer with states reads, of the layer with most.
-        mixed, convolved: outputs of a mixer with states, and room for its convolution.
+        projected: gates of attention, or what a mixer with states or attention over latents reads,
+            of the layer with most.
+        mixed, convolved: outputs of such a mixer, and room for a convolution, or for queries before
+            RoPE.
+        heads: for products of each head with its part of a weight, where there are latents.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
             of o and down.
     """
@@ -46,6 +51,7 @@ class Buffers:
     inner: CodedRows
     partials: Partials
     experts: ExpertBuffers | None
+    heads: HeadRows | None
 
     @classmethod
     def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
@@ -53,34 +59,44 @@ class Buffers:
         layer = next(each for each in layers if each.mixer is None)
         sizes = [each for each in map(expert_sizes, layers) if each is not None]
         hidden, width = layer.up.inputs, max(each.o.inputs for each in layers)
-        mixers = [each.mixer for each in layers if each.mixer is not None]
-        nets = (mixer for mixer in mixers if isinstance(mixer, DeltaNetWeights))
-        gates = (each.q_gate.outputs for each in layers if each.q_gate is not None)
         heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.head_dim
+        rank = 0 if layer.latent is None else layer.latent.rank
+        projected, mixed, convolved = (
+            max(each) for each in zip(*map(_widths, layers), strict=True)
+        )
+        ups = [x.latent.key_up.inputs for x in layers if x.latent is not None]
         alone = (each.up if each.routing is None else each.shared_up for each in layers)
         intermediate = max((up.outputs for up in alone if up is not None), default=0)
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        inputs = max(hidden, intermediate, width)
+        queries = (each.q.inputs for each in layers if each.q is not None)
+        inputs = max(hidden, intermediate, width, mixed, *queries)
         return cls(
             x=empty(rows, hidden),
             qkv=empty(rows, heads + 2 * kv_heads, head_dim),
-            q=empty(rows, heads, head_dim),
-            attended=empty(rows, heads, head_dim),
+            q=empty(rows, heads, head_dim + rank),
+            attended=empty(rows, heads, rank or head_dim),
             activated=empty(rows * intermediate),
             states=empty(rows, hidden),
-            projected=empty(rows * max([0, *gates, *map(_projected, mixers)])),
-            mixed=empty(rows * max((mixer.size for mixer in mixers), default=0)),
-            convolved=empty(rows * max((net.channels for net in nets), default=0)),
+            projected=empty(rows * projected),
+            mixed=empty(rows * mixed),
+            convolved=empty(rows * convolved),
             rows=Rows.empty(rows, inputs, device),
             residual=CodedRows.empty(min(rows, FEW_ROWS), hidden, device),
             inner=CodedRows.empty(min(rows, FEW_ROWS), inputs, device),
             partials=Partials.empty(
-                tokens=rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, device=device
+                tokens=rows,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=rank or head_dim,
+                device=device,
             ),
             experts=ExpertBuffers.empty(sizes, rows=rows, device=device) if sizes else None,
+            heads=HeadRows.empty(heads=heads, rows=rows, inputs=max(rank, *ups), device=device)
+            if ups
+            else None,
         )
 
     def of(self, rows: int) -> Buffers:
@@ -100,9 +116,22 @@ def some(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:
     return memory[: rows * width].view(rows, width)
 
 
-def _projected(mixer: StateMixer) -> int:
-    """Return the width of what a mixer's projections give."""
-    return sum(each.outputs for each in mixer.linears)
+def _widths(layer: LayerWeights) -> tuple[int, int, int]:
+    """Return what a layer needs of `projected`, `mixed` and `convolved`."""
+    gate = 0 if layer.q_gate is None else layer.q_gate.outputs
+    if layer.latent is not None:
+        (q, *parts), down = layer.qkv, layer.latent.query_down
+        every = parts if down is None else [down, *parts]
+        return sum(each.outputs for each in every), layer.o.inputs, q.outputs
+    mixer = layer.mixer or layer.beside
+    if mixer is None:
+        return gate, 0, 0
+    channels = 0
+    if isinstance(mixer, Mamba2Weights):
+        channels = mixer.vectors.channels
+    elif isinstance(mixer, DeltaNetWeights):
+        channels = mixer.channels
+    return max(gate, sum(each.outputs for each in mixer.linears)), mixer.size, channels
 
 
 def expert_sizes(layer: LayerWeights) -> ExpertSizes | None:

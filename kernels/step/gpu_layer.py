@@ -3,7 +3,8 @@
 Absent parts cost nothing: a layer with only RMS norms before products takes seven launches. Each
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
-first four, a delta net six.
+first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
+latents takes seven launches more.
 """
 
 from __future__ import annotations
@@ -17,29 +18,34 @@ import torch
 
 from edgellm.kernels.attention.gpu import attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Work
-from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
 from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
+from edgellm.kernels.latent.gpu import DeviceLatent
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
     Next,
     Tiles,
     linear,
-    stackable,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
-from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.short_conv.gpu import Convolution
 from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
 from edgellm.kernels.step.gpu_inputs import Place
+from edgellm.kernels.step.gpu_mixers import (
+    DeviceBeside,
+    DeviceMixer,
+    Projection,
+    beside_of,
+    device_mixer,
+    latent_of,
+    mix,
+    projections_of,
+)
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, StateMixer, Weights
+from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -51,13 +57,6 @@ class DeviceRope(NamedTuple):
     @classmethod
     def of(cls, table: RopeTable, device: str) -> DeviceRope:
         return cls(on_device(table.cos, device), on_device(table.sin, device))
-
-
-class Projection(NamedTuple):
-    """Weight of a layer's input projections; `fine`: its inputs have 16 bits."""
-
-    weight: DevicePackedWeights
-    fine: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +82,8 @@ class DeviceLayer:
         projections: those to Q, K and V, or to what the mixer reads; neighbours are stacked where
             that is possible.
         mixer: mixer in place of attention, or None.
+        beside: mixer that reads the same rows as attention, or None.
+        latent: what attention over latents has beside the projections of keys and latents, or None.
     """
 
     slot: int
@@ -91,7 +92,9 @@ class DeviceLayer:
     rope: DeviceRope
     attention_norm: DeviceNorm | None
     projections: Sequence[Projection]
-    mixer: Convolution | DeviceDeltaNet | None
+    mixer: DeviceMixer | None
+    beside: DeviceBeside | None
+    latent: DeviceLatent | None
     q_gate: DevicePackedWeights | None
     qkv_bias: torch.Tensor | None
     head_norms: DeviceNorms | None
@@ -129,10 +132,12 @@ class DeviceLayer:
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
             attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
-            projections=_projections(layer, device),
-            mixer=None if mixer is None else _device_mixer(mixer, weights.epsilon, device),
+            projections=projections_of(layer, device),
+            mixer=None if mixer is None else device_mixer(mixer, weights.epsilon, device),
+            beside=beside_of(weights, index, device),
+            latent=latent_of(layer, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
-            qkv_bias=None if mixer is not None else vector(_qkv_bias(layer)),
+            qkv_bias=vector(_qkv_bias(layer)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
@@ -175,11 +180,14 @@ class DeviceLayer:
         """
         few = len(buffers.x) <= FEW_ROWS
         if self.mixer is None:
-            mixed = buffers.attended.view(len(buffers.x), -1)
-            attended = self._attend(buffers, places[self.host.pool], work, ready=ready)
+            mixed, attended = self._attend(buffers, places, states, work, ready=ready)
         else:
             mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
-            attended = self._mix(buffers, self.mixer, states[self.host.pool], mixed, ready=ready)
+            width = sum(weight.outputs for weight, _ in self.projections)
+            inputs = some(buffers.projected, len(buffers.x), width)
+            self._project(buffers, inputs, ready=ready)
+            of = states[self.host.pool]
+            attended = mix(buffers, self.mixer, inputs, of, self.slot, mixed)
         then = _next(self.mlp_norm, buffers) if few else None
         ready = self._add(
             mixed,
@@ -208,15 +216,33 @@ class DeviceLayer:
         )
 
     def _attend(
-        self, buffers: Buffers, place: Place, work: Work, *, ready: bool
-    ) -> CodedRows | None:
-        """Compute attention; return the results if they are codes."""
+        self,
+        buffers: Buffers,
+        places: Mapping[int, Place],
+        states: Mapping[int, DeviceStateRows],
+        work: Work,
+        *,
+        ready: bool,
+    ) -> tuple[torch.Tensor, CodedRows | None]:
+        """Compute attention, and add the mixer beside it; return the results, or their codes."""
+        place = places[self.host.pool]
+        if self.latent is not None:
+            return self._attend_latents(buffers, self.latent, place, work, ready=ready), None
         qkv = buffers.qkv.view(len(buffers.x), -1)
         product = self._project(buffers, qkv, ready=ready)
+        if self.beside is not None:
+            # what it adds to the residual is no input of the gate
+            mixer, projection, o, slot = self.beside
+            inputs = some(buffers.projected, len(qkv), projection.outputs)
+            product(projection, inputs)
+            mixed = some(buffers.mixed, len(qkv), o.inputs)
+            coded = mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
         gate = None
         if self.q_gate is not None:
             gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
             product(self.q_gate, gate)
+        if self.beside is not None:
+            linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
         append_rotated(
             place.blocks,
             place.tables,
@@ -245,29 +271,52 @@ class DeviceLayer:
             gate=gate,
             coded=coded,
         )
-        return coded
+        return buffers.attended.view(len(qkv), -1), coded
 
-    def _mix(
-        self,
-        buffers: Buffers,
-        mixer: Convolution | DeviceDeltaNet,
-        states: DeviceStateRows,
-        out: torch.Tensor,
-        *,
-        ready: bool,
-    ) -> CodedRows | None:
-        """Compute a mixer with states; return the results if they are codes."""
-        rows = len(buffers.x)
-        width = sum(weight.outputs for weight, _ in self.projections)
-        inputs = some(buffers.projected, rows, width)
-        self._project(buffers, inputs, ready=ready)
-        coded = buffers.inner if rows <= FEW_ROWS else None
-        if isinstance(mixer, Convolution):
-            mixer.run(inputs, states, self.slot, out, coded)
+    def _attend_latents(
+        self, buffers: Buffers, latent: DeviceLatent, place: Place, work: Work, *, ready: bool
+    ) -> torch.Tensor:
+        """Compute attention over latents; return the values that heads attend to."""
+        rows, room = len(buffers.x), buffers.heads
+        assert room is not None
+        inputs = some(
+            buffers.projected, rows, sum(each.weight.outputs for each in self.projections)
+        )
+        product = self._project(buffers, inputs, ready=ready)
+        q = some(buffers.convolved, rows, latent.q.outputs)
+        down = inputs.shape[1] - self.host.head_dim - place.blocks.host.latent
+        if latent.query_norm is None:
+            product(latent.q, q)
         else:
-            room = some(buffers.convolved, rows, mixer.rule.channels)
-            mixer.run(inputs, states, self.slot, room, out, coded)
-        return coded
+            norm, epsilon = latent.query_norm, latent.epsilon
+            linear(inputs[:, :down], latent.q, q, buffers.rows, norm=norm, epsilon=epsilon)
+        latent.append(
+            place.blocks,
+            place.tables,
+            self.slot,
+            work.rows,
+            inputs[:, down:],
+            q,
+            self.rope,
+            buffers.q,
+            room,
+        )
+        attend(
+            place.blocks,
+            place.tables,
+            self.slot,
+            buffers.q,
+            work,
+            buffers.attended,
+            buffers.partials,
+            window=self.host.window,
+            scale=self.host.scale,
+            softcap=self.host.softcap,
+            sinks=self.sinks,
+        )
+        values = some(buffers.mixed, rows, self.o.inputs)
+        latent.values(buffers.attended, values, room)
+        return values
 
     def _project(
         self, buffers: Buffers, out: torch.Tensor, *, ready: bool
@@ -397,26 +446,6 @@ class DeviceLayer:
         return after is not None
 
 
-def _device_mixer(mixer: StateMixer, epsilon: float, device: str) -> Convolution | DeviceDeltaNet:
-    if isinstance(mixer, ShortConvWeights):
-        return Convolution(filters=on_device(mixer.filters, device), products=True)
-    if isinstance(mixer, DeltaNetWeights):
-        return DeviceDeltaNet.of(mixer, epsilon, device)
-    raise ValueError("a layer with Mamba-2, which Triton kernels do not compute")
-
-
-def _projections(layer: LayerWeights, device: str) -> list[Projection]:
-    """Move the input projections to the device; as in C++, V and the numbers that decays of a delta
-    net are made of have inputs of 16 bits, and so do neighbours of one launch."""
-    mixer = layer.mixer
-    if isinstance(mixer, DeltaNetWeights):
-        parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
-        return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
-    stacked = _stacked(layer.qkv if mixer is None else mixer.linears, device)
-    last = stacked[-1] if mixer is None else None
-    return [Projection(each, each is last) for each in stacked]
-
-
 def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:
     """Return what takes the residual next, if it is a product behind an RMS norm."""
     if norm is None or norm.bias is not None:
@@ -445,20 +474,10 @@ def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
 
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
     """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
+    if layer.q_bias is None and layer.k_bias is None and layer.v_bias is None:
+        return None
     q, k, v = layer.qkv
     parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
-    if all(bias is None for _, bias in parts):
-        return None
     return np.concatenate(
         [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
     )
-
-
-def _stacked(parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
-    runs = [[parts[0]]]
-    for panels in parts[1:]:
-        if stackable(runs[-1][-1], panels):
-            runs[-1].append(panels)
-        else:
-            runs.append([panels])
-    return [DevicePackedWeights.stacked(run, device) for run in runs]

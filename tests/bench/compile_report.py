@@ -41,7 +41,9 @@ from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
+from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
+from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.short_conv import ShortConvWeights
@@ -83,6 +85,9 @@ class Shape:
         shared: outputs of the shared expert's up; 0: there is none.
         share: whether the shared expert has a share.
         mixer: mixer of every second layer, beside gated attention; None: all attend.
+        beside: whether that mixer, a Mamba-2, is beside attention in its layers.
+        latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
+            RoPE turns; 0: there are none.
     """
 
     hidden: int
@@ -101,7 +106,9 @@ class Shape:
     routing: Routing | None = None
     shared: int = 0
     share: bool = False
-    mixer: Literal["short_conv", "delta_net"] | None = None
+    mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
+    beside: bool = False
+    latent: int = 0
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -155,6 +162,14 @@ SHAPES = {
     ),
     "LFM2-1.2B": Shape(2048, 8192, 32, 8, 64, head_norms="each", mixer="short_conv"),
     "Qwen3.5-0.8B": Shape(1024, 3584, 8, 2, 256, head_norms="each", mixer="delta_net"),
+    "Granite-4.0-H-1B": Shape(1536, 4096, 12, 4, 128, mixer="mamba2"),
+    "Falcon-H1-1.5B": Shape(2048, 4096, 8, 2, 128, mixer="mamba2", beside=True),
+    "DeepSeek-V2-Lite": Shape(
+        *(2048, 1408, 16, 1, 64),
+        routing=Routing(experts=64, used=6, normalized=False),
+        shared=2816,
+        latent=512,
+    ),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
 
@@ -393,6 +408,8 @@ def _step(
 ) -> tuple[DeviceStep, Sequence[DevicePool]]:
     turns = cycle(kinds)
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
+    if shape.latent:
+        layers = [_with_latents(shape, layer, turns) for layer in layers]
     if shape.mixer is not None:
         layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
@@ -412,9 +429,10 @@ def _step(
         layers=sum(layer.mixer is None for layer in layers),
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
+        latent=shape.latent,
     )
     pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
-    mixers = [layer.mixer for layer in layers if layer.mixer is not None]
+    mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
         pools.append(DeviceStates.like(states, "cpu"))
@@ -432,6 +450,13 @@ def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> Lay
     if shape.mixer == "short_conv":
         filters = np.ones((3, hidden), np.float32)
         mixer = ShortConvWeights(conv_in=panels(3 * hidden), filters=filters)
+    elif shape.mixer == "mamba2":
+        # Granite's states have 128 numbers, Falcon's 256, whose channels are gated alone
+        vectors = _mamba2(heads=48, state_dim=256 if shape.beside else 128, normed=not shape.beside)
+        mixer = Mamba2Weights(mamba_in=panels(vectors.inputs), vectors=vectors)
+        if shape.beside:
+            mamba_o = _zeros(hidden, mixer.size, next(turns))
+            return replace(layer, beside=mixer, mamba_o=mamba_o, beside_pool=1)
     else:
         mixer = DeltaNetWeights(
             qkv=panels(3 * heads * width),
@@ -447,6 +472,39 @@ def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> Lay
     o = _zeros(hidden, mixer.size, next(turns))
     alone = replace(layer, q=None, k=None, v=None, q_gate=None, head_norms=None)
     return replace(alone, mixer=mixer, o=o, heads=0, pool=1)
+
+
+def _with_latents(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer that attends over latents, with keys and values of 128 numbers."""
+    heads, rank = shape.heads, shape.latent
+
+    def panels(outputs: int, inputs: int = shape.hidden) -> PackedWeights:
+        return _zeros(outputs, inputs, next(turns))
+
+    latent = LatentWeights(
+        key_up=panels(heads * rank, 128),
+        value_up=panels(heads * 128, rank),
+        norm=np.ones(rank, np.float32),
+        epsilon=1e-6,
+    )
+    q, o = panels(heads * (shape.head_dim + 128)), panels(shape.hidden, heads * 128)
+    return replace(layer, q=q, v=panels(rank), o=o, latent=latent, scale=0.1)
+
+
+def _mamba2(*, heads: int, state_dim: int, normed: bool) -> Mamba2Vectors:
+    inner, ones = heads * 64, np.ones(heads, np.float32)
+    channels = inner + 2 * state_dim
+    return Mamba2Vectors(
+        conv=np.ones((4, channels), np.float32),
+        conv_bias=np.ones(channels, np.float32),
+        dt_bias=ones,
+        decay=-ones,
+        skip=ones,
+        norm=np.ones(inner, np.float32) if normed else None,
+        head_dim=64,
+        groups=1,
+        epsilon=1e-5,
+    )
 
 
 def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:

@@ -93,6 +93,6 @@ def test_a_full_context_goes_on(start: Start) -> None:
     assert answered.stats.dropped_tokens > 0
 
 
-def test_triton_is_refused(start: Start) -> None:
+def test_graphs_are_refused(start: Start) -> None:
     with pytest.raises(UnsupportedModelError, match=r"it has .*attention over latents \(MLA\)"):
-        start(decode="triton")
+        start(decode="portable")

@@ -10,7 +10,10 @@ from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.store.precision_support import needs_host
 
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
-TRITON = ("gemma3_text", "qwen3_moe_mixed", "gpt_oss", "lfm2_narrow", "qwen3_5_text_even")
+TRITON = (
+    *("gemma3_text", "qwen3_moe_mixed", "gpt_oss", "lfm2_narrow", "qwen3_5_text_even"),
+    *("falcon_h1", "glm4_moe_lite"),
+)
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
     *("qwen2_moe", "glm4_moe", "gpt_oss", "lfm2_moe"),

@@ -37,17 +37,21 @@ NEAR = 0.1
 
 @pytest.fixture(
     scope="module",
-    params=[("lfm2_narrow", "conv"), ("qwen3_5_text_even", "linear_attention")],
+    params=[
+        ("lfm2_narrow", {"layer_types": ["full_attention", "conv"]}),
+        ("qwen3_5_text_even", {"layer_types": ["full_attention", "linear_attention"]}),
+        ("falcon_h1", {}),
+    ],
     ids=lambda param: param[0],
 )
 def judged(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LLM, Any]:
     """A model in a cache of which no block was written, with NaN everywhere."""
-    name, mixer = request.param
+    name, layers = request.param
     folder: Path = tmp_path_factory.mktemp(name)
     sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "num_hidden_layers": 2}
-    model = make(name, folder, layer_types=["full_attention", mixer], **sizes)
+    model = make(name, folder, **layers, **sizes)
     round_weights(model)
     model.save_pretrained(folder)
     save_tokenizer(folder)

@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 KERNELS = Path(edgellm.kernels.gpu.device.__file__).parent.parent
 REPORT = Path(__file__).parents[1] / "bench" / "compile_report.py"
 WITH_EXPERTS = "Qwen3-30B-A3B"
-EVERY_KERNEL = f"SmolLM2-135M,{WITH_EXPERTS},LFM2-1.2B,Qwen3.5-0.8B"
+WITH_LATENTS = "DeepSeek-V2-Lite"
+WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B,Granite-4.0-H-1B,Falcon-H1-1.5B"
+EVERY_KERNEL = f"SmolLM2-135M,{WITH_EXPERTS},{WITH_LATENTS},{WITH_STATES}"
 # Models that together have every part of a layer that a kernel is compiled for.
 WITH_PARTS = (
     "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases,"
@@ -54,8 +56,8 @@ def test_kernels_and_parts_of_models_compile_and_spill_nothing(tmp_path: Path) -
         tmp_path, f"--models={EVERY_KERNEL}", "--formats=int8", *options, "sm_90"
     )
     # attention of LFM2's four heads for each KV head spills 16 bytes on sm_90 with an int4 cache
-    dense = f"--models=SmolLM2-135M,{WITH_EXPERTS}"
-    lines += report(tmp_path, dense, "--formats=int4", *options, "sm_80", "sm_90")
+    others = f"--models=SmolLM2-135M,{WITH_EXPERTS},{WITH_LATENTS}"
+    lines += report(tmp_path, others, "--formats=int4", *options, "sm_80", "sm_90")
     written = "".join(path.read_text() for path in KERNELS.glob("*/gpu*.py"))
     kernels = set(re.findall(r"def (\w+_kernel)\(", written))
     assert len(kernels) >= 7

@@ -240,13 +240,26 @@ def test_every_row_has_a_slot_in_each_of_its_experts(
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("count", [2, 40])
-def test_the_first_of_equal_experts_are_taken(triton_device: str, count: int) -> None:
-    experts = Experts.random(Routing(experts=20, used=3), triton_device)
+@pytest.mark.parametrize(("number", "count"), [(20, 2), (20, 40), (512, 20)])
+def test_the_first_of_equal_experts_are_taken(triton_device: str, number: int, count: int) -> None:
+    experts = Experts.random(Routing(experts=number, used=3), triton_device)
     tiles, buffers = experts.route(np.zeros((count, HIDDEN), "f4"))
     assert sorted({int(e) for e, _, held in tiles.table.cpu() if held}) == [0, 1, 2]
     share = buffers.share.cpu().numpy()[: count * 3]
     np.testing.assert_allclose(share, 1 / 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_bias_may_choose_experts_far_below_the_others(triton_device: str, count: int) -> None:
+    """Their parts of the softmax are 0 as float32."""
+    routing, chosen = Routing(experts=20, used=3, selection_bias=True, bias=True), [3, 7, 11]
+    selection, bias = np.zeros((2, 20), "f4")
+    selection[chosen], bias[chosen] = 2, -200
+    experts = replace(Experts.random(routing, triton_device), selection=selection, bias=bias)
+    x = rows_of(count)
+    buffers = experts.route(x)[1]
+    share = buffers.share.cpu().numpy()[: count * 3].reshape(count, 3)
+    np.testing.assert_allclose(share, experts.shares(x.astype("f8"))[:, chosen], rtol=1e-4)
 
 
 @pytest.mark.parametrize(

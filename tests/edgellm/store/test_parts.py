@@ -41,6 +41,7 @@ EVERYWHERE: dict[type, set[str]] = {
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
         "layer_tokens",  # of a model with embeddings for each layer
+        "settings",  # in the weights
         *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
     },
 }
@@ -121,10 +122,9 @@ def test_names_are_those_of_precisions_and_back_ends() -> None:
         assert all(name not in part.lacking for part in PARTS)
 
 
-def test_triton_has_mixers_but_mamba_2() -> None:
-    assert why_not("triton", layer(mixer=DeltaNet(**NETS, taps=4))) is None
-    reason = "it has Mamba-2 layers, which triton does not compute"
-    assert why_not("triton", layer(mixer=MAMBA)) == reason
+def test_triton_has_mixers() -> None:
+    for changes in ({"mixer": DeltaNet(**NETS, taps=4)}, {"mixer": MAMBA}, {"beside": MAMBA}):
+        assert why_not("triton", layer(**changes)) is None
 
 
 def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
@@ -133,7 +133,9 @@ def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
     routed = layer(replace(ROUTED, experts=replace(ROUTED.experts, scores="sigmoid")))
     for config, part in (
         (layer(mixer=DeltaNet(**NETS, taps=4)), "layers with states"),
+        (layer(beside=MAMBA), "layers with states"),
         (attention(sinks=True), "attention sinks"),
+        (CASES[Attention, "latent"][0], "attention over latents"),
         (layer(ROUTED, shared=SharedExpert(intermediate=32)), "shared experts"),
         (routed, "routers with sigmoids"),
     ):
