@@ -37,15 +37,23 @@ inline void fit_channels(const float* x, int n, float* half, uint8_t* codes) {
             low[d] = std::min(low[d], x[size_t(row) * n + d]);
             high[d] = std::max(high[d], x[size_t(row) * n + d]);
         }
+    float center[edgellm::MAX_HEAD_DIM], steps[edgellm::MAX_HEAD_DIM];
+    for (int d = 0; d < n; ++d) {
+        const float range = high[d] - low[d];
+        center[d] = 0.5f * (low[d] + high[d]);
+        steps[d] = range > 0 ? 15 / range : 0;
+    }
     float sum[edgellm::MAX_HEAD_DIM] = {}, squares[edgellm::MAX_HEAD_DIM] = {};
     float total[edgellm::MAX_HEAD_DIM] = {}, product[edgellm::MAX_HEAD_DIM] = {};
     for (int row = 0; row < edgellm::BLOCK; ++row)
         for (int d = 0; d < n; ++d) {
-            const size_t at = size_t(row) * n + d;
-            const float range = high[d] - low[d], rest = x[at] - 0.5f * (low[d] + high[d]);
-            const float up = range > 0 ? rest * (15 / range) + 8 : 8;  // NaN becomes 0
-            codes[at] = static_cast<uint8_t>(up > 15 ? 15 : up > 0 ? up : 0);
-            const float step = 2.0f * codes[at] - 15;
+            const float rest = x[size_t(row) * n + d] - center[d];
+            float up = rest * steps[d] + 8;
+            up = up > 15 ? 15 : up;
+            up = up > 0 ? up : 0;  // NaN becomes 0
+            const int code = static_cast<int>(up);
+            codes[size_t(row) * n + d] = static_cast<uint8_t>(code);
+            const float step = static_cast<float>(2 * code - 15);
             sum[d] += step;
             squares[d] += step * step;
             total[d] += rest;
@@ -54,7 +62,7 @@ inline void fit_channels(const float* x, int n, float* half, uint8_t* codes) {
     for (int d = 0; d < n; ++d) {
         const float spread = edgellm::BLOCK * squares[d] - sum[d] * sum[d];
         half[d] = (edgellm::BLOCK * product[d] - sum[d] * total[d]) / (spread > 0 ? spread : 1);
-        middle[d] = 0.5f * (low[d] + high[d]) + (total[d] - half[d] * sum[d]) / edgellm::BLOCK;
+        middle[d] = center[d] + (total[d] - half[d] * sum[d]) / edgellm::BLOCK;
     }
 }
 
