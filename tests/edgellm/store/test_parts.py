@@ -41,7 +41,7 @@ EVERYWHERE: dict[type, set[str]] = {
     ModelConfig: {
         *("model_type", "vocab_size", "hidden_size", "layers", "ropes", "norm_eps"),
         "layer_tokens",  # of a model with embeddings for each layer
-        *("context_length", "tied_embedding", "embedding_scale", "logit_softcap"),
+        *("context_length", "tied_embedding", "embedding_scale", "logit_softcap", "settings"),
     },
 }
 
