@@ -122,7 +122,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Context]:
 
 
 def stream(session: Session, *, max_tokens: int) -> Iterator[Piece]:
-    """An answer of so many letters; 64 of them are computed before they are read, without drafts."""
+    """An answer of so many letters; 64 are computed before they are read, without drafts."""
     (letter,) = session._engine.tokenizer.encode("a", add_bos=False)
     bias = {letter: 100}
     return session.stream(max_tokens=max_tokens, ignore_eos=True, logit_bias=bias, speculate=False)
