@@ -65,14 +65,7 @@ inline float quantize_row4(const float* x, int n, uint8_t* packed) {
 
 // `n` packed bytes to their low halves, then their high ones, as 2 c - 15.
 inline void unpack_codes4(const uint8_t* packed, int n, int8_t* codes) {
-    int i = 0;
-    for (; i + 4 * LANES <= n; i += 4 * LANES) {
-        const Bytes both = load_bytes(packed + i);
-        const Bytes low = low_halves(both), high = high_halves(both);
-        *reinterpret_cast<Bytes*>(codes + i) = low + low - int8_t(15);
-        *reinterpret_cast<Bytes*>(codes + n + i) = high + high - int8_t(15);
-    }
-    for (; i < n; ++i) {
+    for (int i = 0; i < n; ++i) {
         codes[i] = static_cast<int8_t>(2 * (packed[i] & 15) - 15);
         codes[n + i] = static_cast<int8_t>(2 * (packed[i] >> 4) - 15);
     }
