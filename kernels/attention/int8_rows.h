@@ -56,7 +56,8 @@ public:
         for (int d = 0; d < width_; d += LANES) {
             const int count = std::min(LANES, width_ - d);
             unrolled<R>([&](int r) EDGELLM_INLINED {
-                const Vec whole = nearest(load(x[r] + d) * inverse[r]);
+                const Vec near = nearest(load(x[r] + d) * inverse[r]), least = splat(-127.0f * FINE_STEPS);
+                const Vec whole = near > least ? near : least;  // a NaN, which the scale shows, would overflow sums
                 const Vec coarse = nearest(whole * splat(1.0f / FINE_STEPS));
                 const IVec code = __builtin_convertvector(coarse, IVec);
                 const IVec fine = __builtin_convertvector(whole - coarse * splat(float(FINE_STEPS)), IVec);
