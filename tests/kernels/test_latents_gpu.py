@@ -23,7 +23,7 @@ from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
     BLOCK,
-    KV_FORMATS,
+    ROW_FORMATS,
     SCALED,
     SPREAD_VALUES,
     KVFormat,
@@ -182,7 +182,7 @@ class Op:
         return reference.attend(both, np.concatenate((k, v), axis=2), v, start, scale=SCALE)
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
+@pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     "sizes",
     [Sizes(3, 32, 32, 64, 32), Sizes(6, 16, 64, 96, 48), Sizes(2, 64, 96, 512, 64)],
