@@ -11,7 +11,9 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
 
 Norms of Q and K, RoPE, and changes of attention scores are computed between segments. A layer with
 another mixer has its op there: `qkv` is what the mixer's input projections give, side by side, and
-`attention` what its output projection reads. A gate of attention stands behind Q, K and V.
+`attention` what its output projection reads. A gate of attention stands behind Q, K and V, and a
+mixer beside attention behind that. Queries of latents come out of the matrix that makes keys, and
+the one that makes values stands in the next segment: neither depends on positions.
 
 A segment may be cut in two before down_proj, where the host then adds the outliers that the
 accelerator clips (see `quantize/calibration.py`):
@@ -94,7 +96,7 @@ def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
         return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
     if part.half == "behind":
         return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size}
-    return {ATTENTION: before.mixer.size, RESIDUAL: config.hidden_size}
+    return {ATTENTION: before.outputs, RESIDUAL: config.hidden_size}
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
@@ -106,7 +108,7 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
         return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].mixer.inputs}
+    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].inputs}
 
 
 def part_file(part: Part, chunk: int | None) -> str:

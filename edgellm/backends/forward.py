@@ -268,18 +268,26 @@ class Model:
 
         The padding of the chunk takes no part.
         """
-        attends = self.config.layers[layer].attends
+        here = self.config.layers[layer]
+        # of a mixer beside attention the columns behind those of attention
+        given, mixed = (here.attention.inputs, here.attention.outputs) if here.attends else (0, 0)
         for span in chunk.spans:
             rows, sequence = chunk.buffers.qkv[layer][span.rows], span.sequence
-            if attends:
-                mixed = self._attention(
-                    layer, *sequence.view(layer), span.start, rows, threads=self._threads
+            out = chunk.buffers.attention[layer][span.rows]
+            if here.attends:
+                out[:, :mixed] = self._attention(
+                    layer,
+                    *sequence.view(layer),
+                    span.start,
+                    rows[:, :given],
+                    threads=self._threads,
                 )
-            else:
+            if here.state_mixer is not None:
                 assert self._host is not None
                 states = sequence.states_of(layer, span.start, span.start + len(span.tokens))
-                mixed = self._host.mix(layer, rows, states, threads=self._threads)
-            chunk.buffers.attention[layer][span.rows] = mixed
+                out[:, mixed:] = self._host.mix(
+                    layer, rows[:, given:], states, threads=self._threads
+                )
 
     def _shadow(self, segment: int, residual: int, chunk: RunningChunk) -> None:
         """Add the product of the inputs that down_proj's grid clips to down_proj's residual."""

@@ -216,7 +216,8 @@ class NativeModel:
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
-        mixer, library = self._weights.layers[layer].mixer, self._library
+        here, library = self._weights.layers[layer], self._library
+        mixer = here.mixer or here.beside
         if isinstance(mixer, ShortConvWeights):
             return short_conv(library, x, mixer, [states], threads=threads)
         if isinstance(mixer, Mamba2Weights):

@@ -192,8 +192,8 @@ class Segments:
             runs.append(self._bound(session, inputs, outputs))
         return ChunkBuffers(
             array(contract.X, config.hidden_size),
-            [array(contract.ATTENTION, layer.mixer.size) for layer in config.layers],
-            [array(contract.QKV, layer.mixer.inputs) for layer in config.layers],
+            [array(contract.ATTENTION, layer.outputs) for layer in config.layers],
+            [array(contract.QKV, layer.inputs) for layer in config.layers],
             [array(contract.ACTIVATED, layer.mlp.intermediate) for layer in config.layers],
             array(contract.NORMED, config.hidden_size),
             array(contract.EXPERTS, config.hidden_size),

@@ -34,8 +34,15 @@ from edgellm.errors import OptionError
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
 from edgellm.graphs.builder import Array, Norm, WeightFile
-from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.checkpoint import qkv_bias
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.latent_linear import (
+    LatentQueries,
+    LatentValues,
+    LowRankLinear,
+    head_matrices,
+)
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.linear import (
     BiasedLinear,
     ConcatLinear,
@@ -44,6 +51,7 @@ from edgellm.graphs.linear import (
     HalfInt4Linear,
     HalfLinear,
     Linear,
+    SplitLinear,
 )
 from edgellm.graphs.segment import Experts, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
@@ -130,11 +138,14 @@ def _group_linear(
     )
 
 
-def _plain(store: Callable[..., Linear]) -> Authors:
+def _plain(
+    store: Callable[..., Linear], heads: type[np.float32] | type[np.float16] = np.float32
+) -> Authors:
     """Return an author of segments whose weights are not rotated.
 
     Args:
         store: function that stores a linear layer of one tensor, or of several stacked by rows.
+        heads: type of the matrices that each head has around latents.
     """
 
     def segments(
@@ -142,28 +153,25 @@ def _plain(store: Callable[..., Linear]) -> Authors:
         file: WeightFile,
         observer: Observer | None = None,
     ) -> Iterator[Segment]:
-        checkpoint, linear = reader.checkpoint, partial(store, reader, file)
-        for index in range(checkpoint.config.layer_count + 1):
-            yield _plain_segment(index, checkpoint, file, linear)
+        parts = _Parts(reader, file, partial(store, reader, file), heads)
+        for index in range(reader.checkpoint.config.layer_count + 1):
+            yield _plain_segment(index, reader.checkpoint.config, parts)
 
     return segments
 
 
-def _plain_segment(
-    index: int, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
-) -> Segment:
+def _plain_segment(index: int, config: ModelConfig, parts: _Parts) -> Segment:
     """Make a segment: the layer before from its o_proj on, and Q, K and V of layer `index`.
 
     Parts that the model lacks are None.
     """
-    parts = _Parts(checkpoint, file, linear)
-    last = index == checkpoint.config.layer_count
+    last = index == config.layer_count
     here, before = f"layers.{index}", f"layers.{index - 1}"
-    experts = index > 0 and checkpoint.config.layers[index - 1].experts is not None
+    experts = index > 0 and config.layers[index - 1].experts is not None
     return Segment(
         index,
         norm=parts.norm("final_norm" if last else f"{here}.attention_norm"),
-        output=parts.linear(f"{before}.o") if index else None,
+        output=parts.output(index - 1) if index else None,
         output_norm=parts.norm(f"{before}.post_attention_norm"),
         mlp=parts.mlp(index - 1) if index and not experts else None,
         experts=parts.experts(index - 1) if experts else None,
@@ -178,12 +186,19 @@ class _Parts:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
+        self,
+        reader: WeightReader,
+        file: WeightFile,
+        linear: Callable[..., Linear],
+        heads: type[np.float32] | type[np.float16],
     ) -> None:
-        self._checkpoint = checkpoint
-        self._specs = model_tensors(checkpoint.config)
+        self._checkpoint = reader.checkpoint
+        self._config = reader.checkpoint.config
+        self._report = reader.report
+        self._specs = model_tensors(reader.checkpoint.config)
         self._file = file
         self._linear = linear
+        self._heads = heads
 
     def norm(self, name: str) -> Norm | None:
         weight = self._vector(name)
@@ -193,7 +208,7 @@ class _Parts:
         return self._biased(self._linear(name, name), self._vector(f"{name}_bias"))
 
     def mlp(self, layer: int) -> Mlp:
-        mlp, name = self._checkpoint.config.layers[layer].mlp, f"layers.{layer}"
+        mlp, name = self._config.layers[layer].mlp, f"layers.{layer}"
         return Mlp(
             gate=self.linear(f"{name}.gate") if mlp.gated else None,
             up=self.linear(f"{name}.up"),
@@ -211,11 +226,53 @@ class _Parts:
 
     def qkv(self, layer: int) -> Linear:
         name, bias = f"layers.{layer}", qkv_bias(self._checkpoint, layer)
-        parts = mixer_inputs(self._checkpoint.config, layer)
+        parts = mixer_inputs(self._config, layer)
+        latent = self._latent(layer)
+        if latent is not None:
+            keys = self._linear(f"{name}.kv", *(f"{name}.{part}" for part in parts[1:]))
+            return ConcatLinear((self._queries(name, latent), keys))
         layers = self._linear(f"{name}.qkv", *(f"{name}.{part}" for part in parts))
         return self._biased(
             layers, None if bias is None else self._file.add(f"{name}.qkv_bias", bias)
         )
+
+    def output(self, layer: int) -> Linear:
+        """Store the output projections of a layer's mixers."""
+        name, here, latent = f"layers.{layer}", self._config.layers[layer], self._latent(layer)
+        own = self.linear(f"{name}.o")
+        if latent is not None:
+            return LatentValues(own, self._of_heads(f"{name}.value_up", latent.heads))
+        if here.beside is None:
+            return own
+        beside = self.linear(f"{name}.mamba_o")
+        return SplitLinear(((own, here.mixer.size), (beside, here.beside.size)))
+
+    def _latent(self, layer: int) -> Attention | None:
+        """Return the attention of a layer that has latents."""
+        mixer = self._config.layers[layer].mixer
+        return mixer if isinstance(mixer, Attention) and mixer.latent is not None else None
+
+    def _queries(self, name: str, attention: Attention) -> Linear:
+        """Store what makes the queries of a layer with latents."""
+        norm, latent = self.norm(f"{name}.q_down_norm"), attention.latent
+        assert latent is not None
+        if norm is None:
+            q = self.linear(f"{name}.q")
+        else:
+            down, up = self.linear(f"{name}.q_down"), self.linear(f"{name}.q_up")
+            q = LowRankLinear(down, norm, up, latent.norm_eps)
+        keys = self._of_heads(f"{name}.key_up", attention.heads)
+        return LatentQueries(q, keys, attention.head_dim)
+
+    def _of_heads(self, name: str, heads: int) -> Array:
+        """Store the matrices of all heads in a floating type."""
+        tensor = self._checkpoint.tensor(name)
+        exact = tensor.float32()
+        stored = exact.astype(self._heads)
+        half = self._heads is np.float16
+        error = relative_error(exact, stored.astype(np.float32)) if half else None
+        self._report.took(name, tensor.storage, "f16" if half else "f32", error)
+        return self._file.add(name, head_matrices(stored, heads))
 
     def _vector(self, name: str) -> Array | None:
         if name not in self._specs:
@@ -239,14 +296,14 @@ PRECISIONS = {
         "float16 weights and inputs of linear layers, float32 between them",
         "int8",
         False,
-        _plain(partial(_float_linear, HalfLinear)),
+        _plain(partial(_float_linear, HalfLinear), np.float16),
         basic_norms=True,
     ),
     "w4a16": Precision(
         "int4 group-32 affine weights, float16 inputs of linear layers",
         "int8",
         False,
-        _plain(_half_int4_linear),
+        _plain(_half_int4_linear, np.float16),
         basic_norms=True,
     ),
     "w8a8": Precision(

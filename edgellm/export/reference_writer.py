@@ -18,7 +18,8 @@ from edgellm.backends.providers import CPU, open_session
 from edgellm.backends.segments import read_shadows
 from edgellm.errors import ExportError
 from edgellm.export.calibrate import default_text
-from edgellm.export.float_segments import WindowAttention, float_segments, next_inputs
+from edgellm.export.float_segments import float_segments, next_inputs
+from edgellm.export.window_attention import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint

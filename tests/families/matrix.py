@@ -126,7 +126,10 @@ def _error(
 
 def unsteady(config: ModelConfig) -> bool:
     """Whether rounding may change a token's logits by much, see `errors_of`."""
-    return config.has_experts or any(isinstance(x.mixer, DeltaNet) for x in config.layers)
+    normed = (
+        isinstance(x.mixer, DeltaNet) or (x.beside and x.beside.gate_norm) for x in config.layers
+    )
+    return config.has_experts or any(normed)
 
 
 def _errors_of_prompt(model: Any, llm: LLM, length: int) -> np.ndarray:
