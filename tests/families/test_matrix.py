@@ -30,7 +30,7 @@ WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
 SHARING = ("gemma3n_text", "gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*SPECIAL_EXPERTS, *WITH_STATES, *SHARING)
 # Families of which the median token is judged.
-UNSTEADY = (*PLAIN_EXPERTS, *SPECIAL_EXPERTS, *DELTA_NETS)
+UNSTEADY = (*PLAIN_EXPERTS, *SPECIAL_EXPERTS, *DELTA_NETS, "falcon_h1_normed")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
