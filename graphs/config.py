@@ -196,6 +196,11 @@ class ModelConfig:
         return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attends}
 
     @property
+    def sources(self) -> set[int]:
+        """Indices of the layers whose K and V others read."""
+        return {each.kv_from for each in self.attentions.values() if each.kv_from is not None}
+
+    @property
     def attention(self) -> Attention:
         """Attention of the first layer that attends; that of others may differ."""
         return next(iter(self.attentions.values()))

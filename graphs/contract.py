@@ -26,6 +26,9 @@ A segment behind a layer with experts is cut in two where the host computes thes
     i.router        attention, residual                 -> residual, normed [C, E]
     i.behind        experts [C, E], residual            -> residual, qkv, or hidden
 
+Where tokens have embeddings for each layer, of the width P, segment 0 also reads `layer_rows
+[C, layers * P]` and gives `embedded.i [C, P]` of each layer i, which segment i + 1 reads.
+
 `residual` and `activated` are private to a precision: they may be in a rotated basis. `normed` has
 the rows that the router and the experts read.
 """
@@ -46,6 +49,7 @@ QKV = "qkv"
 ACTIVATED = "activated"
 NORMED = "normed"
 EXPERTS = "experts"
+LAYER_ROWS = "layer_rows"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
@@ -89,14 +93,18 @@ def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
 
 def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's inputs to their widths."""
+    width, layers = config.layer_embedding, config.layer_count
     if part.index == 0:
-        return {X: config.hidden_size}
+        rows = {} if width is None else {LAYER_ROWS: layers * width}
+        return {X: config.hidden_size, **rows}
     before = config.layers[part.index - 1]
+    embedded = {} if width is None else {embedded_name(part.index - 1): width}
     if part.half == "down":
-        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
+        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size, **embedded}
     if part.half == "behind":
-        return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size}
-    return {ATTENTION: before.outputs, RESIDUAL: config.hidden_size}
+        return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size, **embedded}
+    inputs = {ATTENTION: before.outputs, RESIDUAL: config.hidden_size}
+    return inputs if part.half else {**inputs, **embedded}
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
@@ -108,7 +116,16 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
         return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].inputs}
+    outputs = {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].inputs}
+    if part.index or config.layer_embedding is None:
+        return outputs
+    layers = range(config.layer_count)
+    return outputs | dict.fromkeys(map(embedded_name, layers), config.layer_embedding)
+
+
+def embedded_name(layer: int) -> str:
+    """Return the name of what tokens' embeddings for a layer come to."""
+    return f"embedded.{layer}"
 
 
 def part_file(part: Part, chunk: int | None) -> str:

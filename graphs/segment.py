@@ -59,6 +59,35 @@ class Experts:
     weight: Array | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerContexts:
+    """What tokens' embeddings for all layers are made of, besides themselves.
+
+    Attributes:
+        linear: projection of the residual before layer 0 to contexts of all layers.
+        norm: norm of each layer's context.
+        layers: number of layers.
+        width: width of a layer's embedding, P.
+        hidden: width of the residual, by whose root contexts are divided.
+    """
+
+    linear: Linear
+    norm: Norm
+    layers: int
+    width: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """What a layer adds of its tokens' embeddings, `norm(output(activation(gate(x)) * e))`."""
+
+    gate: Linear
+    output: Linear
+    norm: Norm
+    activation: Activation
+
+
 @dataclass(frozen=True)
 class Segment:
     """Linear layers and norms between two attentions.
@@ -75,6 +104,9 @@ class Segment:
         qkv: fused projection of the attention behind the segment.
         enter: `[E, E]` that rotates the embedding to the residual's basis (segment 0), or None.
         leave: `[E, E]` that rotates the normed residual back (last segment), or None.
+        contexts: what tokens' embeddings for layers are made of (segment 0), or None.
+        layer_input: what the layer before the segment adds of such an embedding, or None.
+        scale: factor `[1]` of the residual at the end of that layer, or None.
     """
 
     index: int
@@ -86,6 +118,9 @@ class Segment:
     qkv: Linear | None = None
     enter: Array | None = None
     leave: Array | None = None
+    contexts: LayerContexts | None = None
+    layer_input: LayerInput | None = None
+    scale: Array | None = None
 
 
 def author_segment(
@@ -156,12 +191,43 @@ class _Author:
 
     def behind_layers(self, residual: ir.Value) -> Sequence[ir.Value]:
         """Add the end of a segment: residual and next layer's Q, K and V, or the hidden states."""
+        residual = self._completed(residual)
         normed = self._normed(self.segment.norm, residual)
         if self.segment.qkv is not None:
-            return residual, _apply(self.graph, self.segment.qkv, normed)
+            qkv = _apply(self.graph, self.segment.qkv, normed)
+            contexts = self.segment.contexts
+            embedded = [] if contexts is None else self._embedded(contexts, residual)
+            return residual, qkv, *embedded
         if self.segment.leave is not None:
             return (self._times(normed, self.segment.leave),)
         return (normed,)
+
+    def _completed(self, residual: ir.Value) -> ir.Value:
+        """Add what a layer does behind its MLP."""
+        graph, given, scale = self.graph, self.segment.layer_input, self.segment.scale
+        if given is not None:
+            gate = _ACTIVATIONS[given.activation](graph, _apply(graph, given.gate, residual))
+            embedded = self.inputs[contract.embedded_name(self.segment.index - 1)]
+            added = _apply(graph, given.output, graph.op("Mul", gate, embedded))
+            residual = graph.op("Add", residual, self._normed(given.norm, added))
+        return residual if scale is None else graph.op("Mul", residual, graph.weight(scale))
+
+    def _embedded(self, contexts: LayerContexts, residual: ir.Value) -> list[ir.Value]:
+        """Add what tokens' embeddings for layers come to: `(norm(c) + sqrt(P) row) / sqrt(2)`."""
+        graph, width = self.graph, contexts.width
+        of_layers = graph.constant([0, -1, width], np.int64)
+
+        def scaled(x: ir.Value, factor: float) -> ir.Value:
+            return graph.op("Mul", x, graph.constant(factor, np.float32))
+
+        context = scaled(_apply(graph, contexts.linear, residual), contexts.hidden**-0.5)
+        normed = self._normed(contexts.norm, graph.op("Reshape", context, of_layers))
+        rows = graph.op("Reshape", self.inputs[contract.LAYER_ROWS], of_layers)
+        both = graph.op("Add", scaled(normed, 0.5**0.5), scaled(rows, (width / 2) ** 0.5))
+        return [
+            graph.op("Gather", both, graph.constant(layer, np.int64), axis=1)
+            for layer in range(contexts.layers)
+        ]
 
     def residual(self, embedding_scale: float) -> ir.Value:
         """Add the residual stream after a layer or, in segment 0, before the first layer."""
@@ -225,7 +291,7 @@ class _Author:
         """Add the MLP up to the input of down_proj."""
         graph = self.graph
         x = mlp.up.activation(graph, self._normed(mlp.norm, residual))
-        activation = _silu if mlp.activation == "silu" else _gelu
+        activation = _ACTIVATIONS[mlp.activation]
         if mlp.gate is None:
             return activation(graph, mlp.up.apply(graph, x))
         gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
@@ -260,3 +326,6 @@ def _gelu(graph: GraphBuilder, x: ir.Value) -> ir.Value:
     factor = graph.op("Mul", squares, graph.constant(_GELU_CUBIC, np.float32))
     factor = graph.op("Add", factor, graph.constant(_GELU_LINEAR, np.float32))
     return graph.op("Mul", x, graph.op("Sigmoid", graph.op("Mul", x, factor)))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu}

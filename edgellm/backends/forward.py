@@ -18,7 +18,7 @@ from edgellm.backends.batch import Span, reserved
 from edgellm.backends.chunk import Chunk, RunningChunk, RunningSpan, begun
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.schedule import WINDOW, Policy, Processor, Schedule, Step, Task, one_by_one
-from edgellm.backends.segments import ModelHead, Segments
+from edgellm.backends.segments import ChunkBuffers, ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
@@ -37,6 +37,9 @@ class Host(Protocol):
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
+
+    def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
+        """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
 
 
 Action = tuple[Step, Callable[[RunningChunk], None]]
@@ -110,8 +113,8 @@ class Model:
         Args:
             on_done: called with each chunk's hidden states `[n, E]`, in the order of the chunks,
                 once its tokens are counted into their sequences; overwritten after it returns.
-                After a group with more layers behind it, called with the rows that rest: the
-                residual with Q, K and V of the next layer; their tokens are not counted.
+                After a group with more layers behind it, called with the rows that rest (see
+                `_resting`); their tokens are not counted.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -236,32 +239,38 @@ class Model:
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
+        if self.config.layer_embedding is not None:
+            assert self._host is not None
+            buffers.layer_rows[:count] = self._host.layer_rows(chunk.tokens)
+            buffers.layer_rows[count:] = 0
         clear_behind(chunk)
 
     def _enter(self, layer: int, chunk: RunningChunk) -> None:
         """Perform the first step of a chunk whose rows rested before the attention of `layer`."""
         _open(chunk)
         buffers, count = chunk.buffers, len(chunk.tokens)
-        residual, width = buffers.residuals[self._residual_at(layer)], self.config.hidden_size
+        resting = self._resting(layer, buffers)
+        ends = np.cumsum([array.shape[1] for array in resting])[:-1]
         for span in chunk.spans:
             assert span.entering is not None
-            residual[span.rows] = span.entering[:, :width]
-            buffers.qkv[layer][span.rows] = span.entering[:, width:]
-        residual[count:] = 0
+            for array, rows in zip(resting, np.split(span.entering, ends, axis=1), strict=True):
+                array[span.rows] = rows
+        resting[0][count:] = 0
         clear_behind(chunk)
 
     def _leaving(self, chunk: RunningChunk, layers: range | None) -> Floats:
         """Return a chunk's hidden states, or its rows that rest before the attention of a layer."""
         if layers is None or layers.stop == self.config.layer_count:
             return self.hidden(chunk)
-        count, residual = len(chunk.tokens), self._residual_at(layers.stop)
-        qkv = chunk.buffers.qkv[layers.stop]
-        rows = chunk.buffers.residuals[residual][:count], qkv[:count]
-        return np.concatenate(rows, axis=1)
+        resting = self._resting(layers.stop, chunk.buffers)
+        return np.concatenate([array[: len(chunk.tokens)] for array in resting], axis=1)
 
-    def _residual_at(self, layer: int) -> int:
-        """Return the number of the residual buffer that is read behind the attention of a layer."""
-        return sum(part.index <= layer for part in self.segments.parts) % 2
+    def _resting(self, layer: int, buffers: ChunkBuffers) -> list[Floats]:
+        """Return what graphs behind the mixer of a layer need of those before: the residual first,
+        then Q, K and V, and embeddings for the layers from there on."""
+        residual = sum(part.index <= layer for part in self.segments.parts) % 2
+        embedded = [] if self.config.layer_embedding is None else buffers.embedded[layer:]
+        return [buffers.residuals[residual], buffers.qkv[layer], *embedded]
 
     def attend(self, layer: int, chunk: RunningChunk) -> None:
         """Apply RoPE, append to the cache and attend, or take rows through a mixer with states.

@@ -226,6 +226,15 @@ class NativeModel:
         epsilon = self._weights.epsilon
         return delta_net(library, x, mixer, [states], epsilon=epsilon, threads=threads)
 
+    def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
+        """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
+        given = self._weights.layer_table
+        assert given is not None
+        first = np.asarray(tokens, np.int64)[:, None] * self._layers
+        first[first >= given.table.outputs] = 0  # tokens that have none of their own
+        rows = (first + np.arange(self._layers)).reshape(-1)
+        return rows_of(given.table, rows.tolist()).reshape(len(tokens), -1)
+
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""
         return linear(self._library, x, weight, fine=fine, threads=self._threads)

@@ -44,6 +44,8 @@ class ChunkBuffers:
         normed, experts: inputs and outputs of a layer's experts `[C, E]`.
         residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
         hidden: hidden states `[C, E]` after the final norm.
+        layer_rows: rows of tokens' embeddings for layers `[C, layers * P]`; empty without such.
+        embedded: what they come to in each layer, `[C, P]`.
         segments: one function for each graph, which runs it on these buffers.
     """
 
@@ -55,6 +57,8 @@ class ChunkBuffers:
     experts: Any
     residuals: tuple[Any, Any]
     hidden: Any
+    layer_rows: Any
+    embedded: Sequence[Any]
     segments: Sequence[Run]
 
 
@@ -190,6 +194,7 @@ class Segments:
                 )
             )
             runs.append(self._bound(session, inputs, outputs))
+        width = config.layer_embedding or 0
         return ChunkBuffers(
             array(contract.X, config.hidden_size),
             [array(contract.ATTENTION, layer.outputs) for layer in config.layers],
@@ -199,6 +204,8 @@ class Segments:
             array(contract.EXPERTS, config.hidden_size),
             (even, odd),
             array(contract.HIDDEN, config.hidden_size),
+            array(contract.LAYER_ROWS, config.layer_count * width),
+            [array(contract.embedded_name(i), width) for i in range(config.layer_count)],
             runs,
         )
 

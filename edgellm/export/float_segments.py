@@ -2,8 +2,8 @@
 
 Weights are those of the file, dequantized; only one segment's weights are in memory, however large
 the model. Segments with experts, states or other parts that no graph computes run in numpy. Beside
-what graphs take and give (see `graphs/contract.py`), these hand on what later ones need: the
-residual before layer 0, embeddings for each layer, and K and V.
+what graphs take and give (see `graphs/contract.py`), these hand on what later ones need:
+embeddings for each layer, residual streams, and K and V.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 
-# The residual before layer 0 [n, E], rows of tokens' embeddings for each layer [n, layers * P], and
-# residual streams [S, n, E].
-FIRST, EMBEDDINGS, STREAMS = "first", "embeddings", "streams"
+# Residual streams [S, n, E].
+STREAMS = "streams"
 
 
 class ExpertSegment:
@@ -67,13 +66,13 @@ class ExpertSegment:
 
     def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
         """Compute the segment's outputs from its inputs, both by name."""
-        own = (contract.X, contract.ATTENTION, contract.RESIDUAL)
+        own = (contract.X, contract.ATTENTION, contract.RESIDUAL, contract.LAYER_ROWS)
         handed_on = {key: value for key, value in inputs.items() if key not in own}
         streams: Doubles | None = None
         if self._index == 0:
             residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
             if self._config.layer_embedding is not None:
-                handed_on[FIRST] = residual
+                handed_on |= self._embeddings(residual, inputs[contract.LAYER_ROWS])
         else:
             residual, streams = self._after_layer(f"layers.{self._index - 1}", inputs)
         if self._index == 0 and self._config.streams is not None:
@@ -96,7 +95,7 @@ class ExpertSegment:
             names = mixer_inputs(self._config, self._index)
             parts = [self._product(f"{name}.{part}", x) for part in names]
         qkv = np.concatenate(parts, axis=-1)
-        if any(each.kv_from == self._index for each in self._config.attentions.values()):
+        if self._index in self._config.sources:
             handed_on[shared_name(self._index)] = qkv
         return {contract.RESIDUAL_OUT: residual, contract.QKV: qkv, **handed_on}
 
@@ -169,12 +168,23 @@ class ExpertSegment:
         added = self._normed(f"{name}.laurel_norm", added)
         return (residual + x + added) * np.float32(0.5**0.5)
 
+    def _embeddings(self, first: Floats, all_rows: Floats) -> dict[str, Floats]:
+        """Return what the tokens' embeddings for all layers come to, by their names.
+
+        Args:
+            first: the residual before layer 0.
+        """
+        embedded = {}
+        for index, rows in enumerate(np.split(all_rows, self._config.layer_count, axis=1)):
+            context = self._product(f"layers.{index}.layer_context", first)
+            context = self._normed("layer_embedding_norm", context / np.sqrt(first.shape[1]))
+            value = (context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2)
+            embedded[contract.embedded_name(index)] = value.astype(np.float32)
+        return embedded
+
     def _embedded(self, name: str, x: Floats, inputs: Mapping[str, Floats]) -> Floats:
         """Return what the tokens' embeddings for a layer add behind its MLP."""
-        rows = np.split(inputs[EMBEDDINGS], self._config.layer_count, axis=1)[self._index - 1]
-        context = self._product(f"{name}.layer_context", inputs[FIRST])
-        context = self._normed("layer_embedding_norm", context / np.sqrt(x.shape[1]))
-        e = (context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2)
+        e = inputs[contract.embedded_name(self._index - 1)]
         gate = self._product(f"{name}.layer_gate", x).astype(np.float64)
         activation = self._config.layers[self._index - 1].mlp.activation
         inner = (activate(gate, activation) * e).astype(np.float32)
@@ -318,7 +328,7 @@ def float_hidden(
     del table
     if checkpoint.config.layer_embedding is not None:
         for values, rows in zip(inputs, layer_embeddings(checkpoint, windows), strict=True):
-            values[EMBEDDINGS] = rows
+            values[contract.LAYER_ROWS] = rows
     attention = WindowAttention.of(checkpoint, max(map(len, windows)))
     with closing(float_segments(checkpoint, threads=threads)) as segments:
         for index, run in enumerate(segments):

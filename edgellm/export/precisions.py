@@ -53,7 +53,7 @@ from edgellm.graphs.linear import (
     Linear,
     SplitLinear,
 )
-from edgellm.graphs.segment import Experts, Mlp, Segment
+from edgellm.graphs.segment import Experts, LayerContexts, LayerInput, Mlp, Segment
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
@@ -176,6 +176,9 @@ def _plain_segment(index: int, config: ModelConfig, parts: _Parts) -> Segment:
         mlp=parts.mlp(index - 1) if index and not experts else None,
         experts=parts.experts(index - 1) if experts else None,
         qkv=None if last else parts.qkv(index),
+        contexts=parts.contexts() if index == 0 else None,
+        layer_input=parts.layer_input(index - 1) if index else None,
+        scale=parts.vector(f"{before}.layer_scale"),
     )
 
 
@@ -201,11 +204,11 @@ class _Parts:
         self._heads = heads
 
     def norm(self, name: str) -> Norm | None:
-        weight = self._vector(name)
-        return None if weight is None else Norm(weight, self._vector(f"{name}_bias"))
+        weight = self.vector(name)
+        return None if weight is None else Norm(weight, self.vector(f"{name}_bias"))
 
     def linear(self, name: str) -> Linear:
-        return self._biased(self._linear(name, name), self._vector(f"{name}_bias"))
+        return self._biased(self._linear(name, name), self.vector(f"{name}_bias"))
 
     def mlp(self, layer: int) -> Mlp:
         mlp, name = self._config.layers[layer].mlp, f"layers.{layer}"
@@ -219,9 +222,39 @@ class _Parts:
         )
 
     def experts(self, layer: int) -> Experts:
-        name = f"layers.{layer}"
+        """Store the norms around a layer's experts; an MLP beside them has norms on the host."""
+        name, shared = f"layers.{layer}", self._config.layers[layer].shared
+        beside = shared is not None and shared.beside
         return Experts(
-            norm=self.norm(f"{name}.mlp_norm"), post_norm=self.norm(f"{name}.post_mlp_norm")
+            norm=None if beside else self.norm(f"{name}.mlp_norm"),
+            post_norm=self.norm(f"{name}.post_mlp_norm"),
+        )
+
+    def contexts(self) -> LayerContexts | None:
+        """Store what tokens' embeddings for layers are made of, besides themselves."""
+        config, norm = self._config, self.norm("layer_embedding_norm")
+        if config.layer_embedding is None or norm is None:
+            return None
+        names = (f"layers.{i}.layer_context" for i in range(config.layer_count))
+        return LayerContexts(
+            linear=self._linear("layer_context", *names),
+            norm=norm,
+            layers=config.layer_count,
+            width=config.layer_embedding,
+            hidden=config.hidden_size,
+        )
+
+    def layer_input(self, layer: int) -> LayerInput | None:
+        """Store what a layer makes of tokens' embeddings for it."""
+        name = f"layers.{layer}"
+        norm = self.norm(f"{name}.post_layer_norm")
+        if norm is None:
+            return None
+        return LayerInput(
+            gate=self.linear(f"{name}.layer_gate"),
+            output=self.linear(f"{name}.layer_output"),
+            norm=norm,
+            activation=self._config.layers[layer].mlp.activation,
         )
 
     def qkv(self, layer: int) -> Linear:
@@ -274,7 +307,7 @@ class _Parts:
         self._report.took(name, tensor.storage, "f16" if half else "f32", error)
         return self._file.add(name, head_matrices(stored, heads))
 
-    def _vector(self, name: str) -> Array | None:
+    def vector(self, name: str) -> Array | None:
         if name not in self._specs:
             return None
         return self._file.add(name, self._checkpoint.tensor(name).float32())
