@@ -191,6 +191,11 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def residual_width(self) -> int:
+        """Width of all residual streams, side by side."""
+        return self.hidden_size * (self.streams or 1)
+
+    @property
     def attentions(self) -> dict[int, Attention]:
         """Attention of each layer that has K and V, by the layer's index."""
         return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attends}

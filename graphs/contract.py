@@ -29,8 +29,9 @@ A segment behind a layer with experts is cut in two where the host computes thes
 Where tokens have embeddings for each layer, of the width P, segment 0 also reads `layer_rows
 [C, layers * P]` and gives `embedded.i [C, P]` of each layer i, which segment i + 1 reads.
 
-`residual` and `activated` are private to a precision: they may be in a rotated basis. `normed` has
-the rows that the router and the experts read.
+`residual` and `activated` are private to a precision: they may be in a rotated basis. Of several
+residual streams (AltUp) all that the next layer expects lie side by side, its own one first.
+`normed` has the rows that the router and the experts read.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
     before = config.layers[part.index - 1]
     embedded = {} if width is None else {embedded_name(part.index - 1): width}
     if part.half == "down":
-        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size, **embedded}
+        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.residual_width, **embedded}
     if part.half == "behind":
-        return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size, **embedded}
-    inputs = {ATTENTION: before.outputs, RESIDUAL: config.hidden_size}
+        return {EXPERTS: config.hidden_size, RESIDUAL: config.residual_width, **embedded}
+    inputs = {ATTENTION: before.outputs, RESIDUAL: config.residual_width}
     return inputs if part.half else {**inputs, **embedded}
 
 
@@ -111,12 +112,12 @@ def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's outputs to their widths, in their order."""
     if part.half == "up":
         width = config.layers[part.index - 1].mlp.intermediate
-        return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: width}
+        return {RESIDUAL_OUT: config.residual_width, ACTIVATED: width}
     if part.half == "router":
-        return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
+        return {RESIDUAL_OUT: config.residual_width, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    outputs = {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].inputs}
+    outputs = {RESIDUAL_OUT: config.residual_width, QKV: config.layers[part.index].inputs}
     if part.index or config.layer_embedding is None:
         return outputs
     layers = range(config.layer_count)

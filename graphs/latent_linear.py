@@ -61,7 +61,7 @@ class LatentQueries:
         heads = _split(graph, self.linear.apply(graph, x), count, self.rotated + key)
         turned = _columns(graph, heads, 0, self.rotated)
         rest = _columns(graph, heads, self.rotated, _LAST)
-        scoring = _multiplied(graph, rest, self.keys)
+        scoring = multiplied_heads(graph, rest, self.keys)
         queries = graph.op("Concat", turned, scoring, axis=-1)
         return _joined(graph, queries, count * (self.rotated + rank))
 
@@ -80,7 +80,7 @@ class LatentValues:
 
     def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
         count, rank, value = _shape(self.values)
-        made = _multiplied(graph, _split(graph, x, count, rank), self.values)
+        made = multiplied_heads(graph, _split(graph, x, count, rank), self.values)
         return self.linear.activation(graph, _joined(graph, made, count * value))
 
     def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
@@ -105,7 +105,7 @@ def _columns(graph: GraphBuilder, x: ir.Value, first: int, end: int) -> ir.Value
     return graph.op("Slice", x, *ends)
 
 
-def _multiplied(graph: GraphBuilder, x: ir.Value, matrices: Array) -> ir.Value:
+def multiplied_heads(graph: GraphBuilder, x: ir.Value, matrices: Array) -> ir.Value:
     """Multiply the rows `[C, H, K]` of each head by its matrix; returns `[C, H, N]` in float32."""
     by_head, half = graph.op("Transpose", x, perm=[1, 0, 2]), ir.DataType.FLOAT16
     if matrices.dtype == half:

@@ -42,7 +42,8 @@ class ChunkBuffers:
         activated: inputs of each down_proj `[C, I]`, between the halves of a segment that is cut.
             Layers with arrays of the same width share them.
         normed, experts: inputs and outputs of a layer's experts `[C, E]`.
-        residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
+        residuals: two residuals `[C, E]`, or all streams side by side; the graph at position i
+            reads number i % 2.
         hidden: hidden states `[C, E]` after the final norm.
         layer_rows: rows of tokens' embeddings for layers `[C, layers * P]`; empty without such.
         embedded: what they come to in each layer, `[C, P]`.
@@ -174,7 +175,7 @@ class Segments:
                 arrays[name, width] = self._zeros(chunk, width)
             return arrays[name, width]
 
-        even, odd = (array(name, config.hidden_size) for name in ("even", "odd"))
+        even, odd = (array(name, config.residual_width) for name in ("even", "odd"))
         runs: list[Run] = []
         sessions = self._sessions[None if self._symbolic else chunk]
         for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):

@@ -3,7 +3,7 @@
 Weights are those of the file, dequantized; only one segment's weights are in memory, however large
 the model. Segments with experts, states or other parts that no graph computes run in numpy. Beside
 what graphs take and give (see `graphs/contract.py`), these hand on what later ones need:
-embeddings for each layer, residual streams, and K and V.
+embeddings for each layer, and K and V.
 """
 
 from __future__ import annotations
@@ -46,10 +46,6 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 
-# Residual streams [S, n, E].
-STREAMS = "streams"
-
-
 class ExpertSegment:
     """A segment of a model that no graph computes; its weights are read once.
 
@@ -84,9 +80,10 @@ class ExpertSegment:
         name = f"layers.{self._index}"
         if streams is not None:
             streams = altup.predict(self._altup(name), streams, self._config.norm_eps)
-            handed_on[STREAMS] = streams.astype(np.float32)
-            residual = handed_on[STREAMS][0]
-        x = self._normed(f"{name}.attention_norm", residual)
+            residual = np.concatenate(list(streams), axis=1).astype(np.float32)
+        # of several streams the layer computes the first
+        first = residual[:, : self._config.hidden_size]
+        x = self._normed(f"{name}.attention_norm", first)
         mixer = self._config.layers[self._index].mixer
         if isinstance(mixer, Attention) and mixer.latent is not None:
             parts = [self._queries(mixer, mixer.latent, x)]
@@ -144,14 +141,17 @@ class ExpertSegment:
         added = self._product(f"{name}.o", own)
         if beside is not None:
             added = added + self._product(f"{name}.mamba_o", mixed[:, -beside.size :])
-        residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
+        before = inputs[contract.RESIDUAL][:, : self._config.hidden_size]
+        residual = before + self._normed(f"{name}.post_attention_norm", added)
         if here.laurel is not None:
-            residual = self._with_laurel(name, residual, inputs[contract.RESIDUAL])
+            residual = self._with_laurel(name, residual, before)
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
         streams: Doubles | None = None
         if self._config.streams is not None:
             weights = self._altup(name)
-            predicted, made = (x.astype(np.float64) for x in (inputs[STREAMS], after))
+            rows = inputs[contract.RESIDUAL].astype(np.float64)
+            predicted = np.stack(np.split(rows, self._config.streams, axis=1))
+            made = after.astype(np.float64)
             streams = altup.correct(weights, predicted, made, self._config.norm_eps)
             after = (streams[0] * weights.scale).astype(np.float32)
         if self._config.layer_embedding is not None:

@@ -33,6 +33,7 @@ import numpy as np
 from edgellm.errors import OptionError
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
+from edgellm.graphs.altup import AltUp, Streams
 from edgellm.graphs.builder import Array, Norm, WeightFile
 from edgellm.graphs.checkpoint import qkv_bias
 from edgellm.graphs.config import ModelConfig
@@ -53,7 +54,14 @@ from edgellm.graphs.linear import (
     Linear,
     SplitLinear,
 )
-from edgellm.graphs.segment import Experts, LayerContexts, LayerInput, Mlp, Segment
+from edgellm.graphs.segment import (
+    Experts,
+    Laurel,
+    LayerContexts,
+    LayerInput,
+    Mlp,
+    Segment,
+)
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
@@ -179,6 +187,8 @@ def _plain_segment(index: int, config: ModelConfig, parts: _Parts) -> Segment:
         contexts=parts.contexts() if index == 0 else None,
         layer_input=parts.layer_input(index - 1) if index else None,
         scale=parts.vector(f"{before}.layer_scale"),
+        laurel=parts.laurel(before),
+        streams=parts.streams(index),
     )
 
 
@@ -219,6 +229,7 @@ class _Parts:
             norm=self.norm(f"{name}.mlp_norm"),
             post_norm=self.norm(f"{name}.post_mlp_norm"),
             activation=mlp.activation,
+            cutoff=mlp.cutoff,
         )
 
     def experts(self, layer: int) -> Experts:
@@ -256,6 +267,41 @@ class _Parts:
             norm=norm,
             activation=self._config.layers[layer].mlp.activation,
         )
+
+    def laurel(self, name: str) -> Laurel | None:
+        """Store what stands beside the attention of a layer, by the layer's name."""
+        norm, before = self.norm(f"{name}.laurel_norm"), self.norm(f"{name}.attention_norm")
+        if norm is None or before is None:
+            return None
+        left, right = (self.linear(f"{name}.laurel_{x}") for x in ("left", "right"))
+        return Laurel(before=before, left=left, right=right, norm=norm)
+
+    def streams(self, index: int) -> Streams | None:
+        """Store what a segment does with several residual streams."""
+        config = self._config
+        if config.streams is None:
+            return None
+        last = index == config.layer_count
+        return Streams(
+            count=config.streams,
+            width=config.hidden_size,
+            behind=self._altup(index - 1) if index else None,
+            before=None if last else self._altup(index),
+            enter=None if index else self.linear("streams_enter"),
+            leave=self._of_heads("streams_leave", config.streams - 1) if last else None,
+        )
+
+    def _altup(self, layer: int) -> AltUp:
+        name = f"layers.{layer}.altup_"
+        norm = self.norm(f"{name}router_norm")
+        assert norm is not None
+        matrices = {
+            part: self._file.add(name + part, self._checkpoint.tensor(name + part).float32().T)
+            for part in ("router", "predict", "correct")
+        }
+        scale = self.vector(f"{name}scale")
+        assert scale is not None
+        return AltUp(norm=norm, **matrices, scale=scale)
 
     def qkv(self, layer: int) -> Linear:
         name, bias = f"layers.{layer}", qkv_bias(self._checkpoint, layer)

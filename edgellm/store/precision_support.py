@@ -87,9 +87,17 @@ PARTS = (
     Part("norms of V", _attention(lambda x: x.v_norm), _NATIVE_DECODES),
     Part("V made of K", _attention(lambda x: x.k_as_v), _NATIVE_DECODES),
     Part("scaled layers", _layer(lambda x: x.scaled), _NATIVE_DECODES),
-    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
-    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
-    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
+    Part(
+        "several residual streams (AltUp)",
+        lambda config: config.streams is not None,
+        _NATIVE_DECODES,
+    ),
+    Part(
+        "products beside attention (LAuReL)",
+        _layer(lambda x: x.laurel is not None),
+        _NATIVE_DECODES,
+    ),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _NATIVE_DECODES),
     Part(
         "embeddings for each layer",
         lambda config: config.layer_embedding is not None,
