@@ -224,7 +224,9 @@ class Model:
 
     def _mixer_at(self, layer: int) -> str:
         """Return the name of the step between two segments."""
-        return f"{key_of(type(self.config.layers[layer].mixer))} {layer}"
+        here = self.config.layers[layer]
+        mixers = [here.mixer] if here.beside is None else [here.mixer, here.beside]
+        return f"{'+'.join(key_of(type(mixer)) for mixer in mixers)} {layer}"
 
     def queue(self) -> AbstractContextManager[object]:
         """Return a context for launches on a device; it does nothing on the host."""

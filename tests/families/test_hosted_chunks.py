@@ -1,8 +1,8 @@
 """Models with prompts in graphs of chunks, parts between these in C++, and answers in C++ alone.
 
-They have states, beside attention or in its place, latents, K and V of others, or embeddings for
-each layer. Weights are numbers that 8 bits hold, so that what is left is the rounding of
-activations.
+They have states, beside attention or in its place, latents, K and V of others, embeddings for each
+layer, or several residual streams. Weights are numbers that 8 bits hold, so that what is left is
+the rounding of activations.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from edgellm.backends.batch import Span
 from edgellm.backends.chunk import Chunk
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
+from edgellm.backends.self_test import check_segments
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.export import export
+from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
+from edgellm.store.precision_support import why_not
 
 pytestmark = pytest.mark.skipif(
     not usable("C++"), reason="the parts between graphs need the C++ kernels"
 )
 
-_SLOW = ("granitemoehybrid_narrow", "qwen3_5_text_even", "falcon_h1")
+_SLOW = ("granitemoehybrid_narrow", "qwen3_5_text_even", "falcon_h1", "gemma3n_text")
 NAMES = (
     *("lfm2", "glm4_moe_lite", "gemma4_text"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in _SLOW),
@@ -191,3 +194,26 @@ def test_answers_together(judged: Judged, scheduling: Any) -> None:
         behind += list((rows.max(axis=1) - chosen) / np.abs(rows).max())
     assert np.median(behind) == 0
     assert np.mean(np.array(behind) > NEAR) < 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["glm4_moe_lite", "falcon_h1", "gemma4_text", "gemma3n_text"])
+def test_graphs_of_every_precision(tmp_path: Path, edgellm_home: Path, name: str) -> None:
+    """Each graph beside the same part in float32, at its export and in the self-test."""
+    make(name, tmp_path, vocab_size=VOCABULARY, **CHANGES.get(name, {}))
+    save_tokenizer(tmp_path)
+    config = open_checkpoint(tmp_path).config
+    limits = {"f32": 1e-4, "f16": 5e-3, "w8a8": 0.06, "w4a16": 0.5}
+    precisions = [each for each in limits if why_not(each, config) is None]
+    bundle = export(
+        tmp_path,
+        tmp_path / "bundle",
+        name="tiny",
+        source=str(tmp_path),
+        precisions=("packed", *precisions),
+        chunk_sizes=(8,),
+    )
+    for each in precisions:
+        assert max(bundle.precision(each).errors.values()) <= limits[each]
+        with load(str(bundle.path), prefill="cpu", precision=each) as llm:
+            assert all(check.passed for check in check_segments(bundle, graphs(llm).segments))
