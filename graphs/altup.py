@@ -34,7 +34,7 @@ class AltUp:
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What a segment does with the residual streams of a model that has several.
+    """Work of a segment on the residual streams of a model that has several.
 
     Attributes:
         count: number of streams, S.

@@ -80,7 +80,7 @@ class Laurel:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContexts:
-    """What tokens' embeddings for all layers are made of, besides themselves.
+    """Projection and norm that tokens' embeddings for all layers are made with.
 
     Attributes:
         linear: projection of the residual before layer 0 to contexts of all layers.
@@ -99,7 +99,7 @@ class LayerContexts:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInput:
-    """What a layer adds of its tokens' embeddings, `norm(output(activation(gate(x)) * e))`."""
+    """Sum of a layer with its tokens' embeddings, `x + norm(output(activation(gate(x)) * e))`."""
 
     gate: Linear
     output: Linear

@@ -429,8 +429,8 @@ DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
 def default_precisions(config: ModelConfig) -> list[str]:
     """Return the precisions of an export that names none.
 
-    A model whose residual cannot be rotated has float32 chunks; one with experts or states
-    has none.
+    A model whose residual cannot be rotated has float32 chunks; one with parts that the C++ kernels
+    compute beside graphs has none.
     """
     if needs_host(config):
         return [PACKED]
