@@ -71,6 +71,7 @@ class Model:
         self._blas = ThreadpoolController()
         self._actions = self._program()
         self.steps = [step for step, _ in self._actions]
+        self._readers = self._reading_steps()
         self._seconds: dict[tuple[int, str], float] = {}  # latest, by chunk size and step
 
     def forward(
@@ -126,11 +127,19 @@ class Model:
         layers = _layers_of(chunks)
         actions = self._actions if layers is None else self._through(layers)
         steps = [step for step, _ in actions]
+        whole = layers is not None or not self._readers
+        asked = [whole or chunk.asked for chunk in chunks]
+
+        def left(task: Task) -> bool:
+            """Whether a chunk leaves before a step, as no step behind it is asked for."""
+            return not asked[task.chunk] and task.step in self._readers
 
         def act(task: Task) -> None:
-            actions[task.step][1](jobs[task.chunk])
+            job = jobs[task.chunk]
+            if not left(task):
+                actions[task.step][1](job)
             if on_done is not None and task.step == len(steps) - 1:
-                on_done(self._leaving(jobs[task.chunk], layers))
+                on_done(self._leaving(job, layers) if asked[task.chunk] else self._zeros(job))
 
         # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
         # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
@@ -151,6 +160,8 @@ class Model:
                 together=1 if layers is None else WINDOW,
                 should_stop=should_stop,
             )
+        readers = {self.steps[step].name for step in self._readers}
+        records = [each for each in records if asked[each.chunk] or each.name not in readers]
         for record in records:
             size = chunks[record.chunk].size
             self._seconds[size, record.name] = record.end_s - record.start_s
@@ -206,6 +217,17 @@ class Model:
             actions.append((Step(name, "accelerator"), partial(_segment, position)))
         actions.append((Step("commit", "host", ordered=True), _commit))
         return actions
+
+    def _reading_steps(self) -> range:
+        """Return the steps behind the last layer with K and V or a state of its own, where others
+        come behind it: later rows need nothing of them."""
+        attentions = self.config.attentions
+        shared = [i for i, each in attentions.items() if each.kv_from is not None]
+        own = sorted({*range(self.config.layer_count)} - {*shared})
+        if own[-1] + 1 == self.config.layer_count:
+            return range(0)
+        first = [step.name for step in self.steps].index(self._mixer_at(own[-1])) + 1
+        return range(first, len(self.steps) - 1)
 
     def _through(self, layers: range) -> list[Action]:
         """Return the steps of a chunk through a group of layers.
@@ -316,6 +338,10 @@ class Model:
         rows = buffers.normed[:count]
         buffers.experts[:count] = self._host.experts(layer, rows, threads=self._threads)
         buffers.experts[count:] = 0
+
+    def _zeros(self, chunk: RunningChunk) -> Floats:
+        """Return hidden states that are not asked for."""
+        return np.zeros((len(chunk.tokens), self.config.hidden_size), np.float32)
 
     def hidden(self, chunk: RunningChunk) -> Floats:
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]

@@ -144,6 +144,25 @@ def test_chunks_on_their_way_together_change_no_bit(llm: LLM) -> None:
         sequence.truncate(0)
 
 
+def test_rows_that_are_not_asked_for_leave_early(llm: LLM) -> None:
+    """Chunks before the last one, where the layers begin that read K and V of others."""
+    engine, config = llm.engine, llm.engine.bundle.config
+    found = []
+    for all_states in (True, False):
+        sequence = engine.cache.sequence()
+        span = Span(sequence, TOKENS[:100], logit_rows=1, all_states=all_states)
+        (rows,) = engine.prefill.run([span])
+        behind = rows_of(llm, TOKENS[100:120], sequence)
+        found.append((rows, behind))
+        sequence.truncate(0)
+    (every, right), (some, behind) = found
+    np.testing.assert_array_equal(some.logits[0].scores, every.logits[0].scores)
+    np.testing.assert_array_equal(some.hidden[96:], every.hidden[96:])
+    np.testing.assert_array_equal(behind, right)
+    early = bool(config.sources)
+    assert (len(some.tasks) < len(every.tasks)) == (not some.hidden[:96].any()) == early
+
+
 def test_snapshots_and_forks_go_on_as_from_scratch(llm: LLM) -> None:
     """From the end of a full block, and both of a fork from where it was made."""
     cache, tokens = llm.engine.cache, TOKENS[:200]
