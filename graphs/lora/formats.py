@@ -1,17 +1,29 @@
-"""Adapters as PEFT saves them: a folder with a config and safetensors.
+"""Adapters as their files have them.
 
-base_model.model.MODULE.lora_A.weight [rank, inputs]    .lora_B.weight [outputs, rank]
+PEFT, a folder with a config and safetensors:
+    base_model.model.MODULE.lora_A.weight [rank, inputs]    .lora_B.weight [outputs, rank]
+mlx-lm, a folder with a config and safetensors:
+    MODULE.lora_a [inputs, rank]    MODULE.lora_b [rank, outputs]
+llama.cpp's converter, a GGUF file:
+    NAME.lora_a [rank, inputs]    NAME.lora_b [outputs, rank]
+
+NAME is that of the matrix in a model's GGUF file. Rows of Q and K are in that file's order.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
+from edgellm.graphs.gguf_checkpoint import tensor_of
+from edgellm.graphs.gguf_file import GGUFFile
 from edgellm.graphs.lora.stored import (
     StoredAdapter,
     StoredChange,
@@ -20,9 +32,13 @@ from edgellm.graphs.lora.stored import (
     matrices,
 )
 from edgellm.graphs.safetensors_folder import SafetensorsFolder, read_json
+from edgellm.graphs.tensor import Tensor
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+CONFIG = "adapter_config.json"
+PEFT_WEIGHTS, MLX_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"
+_PEFT_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
+_MLX_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
+_GGUF_KEY = re.compile(r"(?P<name>.+)\.lora_(?P<part>[ab])")
 # Beginnings of matrices that leave the model's weights as they are; others are taken off them.
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 # Settings with `lora` or `pattern` in their names that only training uses, or that name modules.
@@ -32,7 +48,7 @@ _SLOW = re.compile(r"\)[*+?{]|(?:[*+?{].*){4}")
 _LONGEST_PATTERN = 200
 
 
-def read(folder: Path) -> StoredAdapter:
+def read_peft(folder: Path) -> StoredAdapter:
     """Read a folder that PEFT saved.
 
     Raises:
@@ -42,14 +58,16 @@ def read(folder: Path) -> StoredAdapter:
     fields = Fields(read_json(folder / CONFIG), origin=str(folder / CONFIG))
     _refuse_other_kinds(fields)
     invocation = invocation_of(fields, "alora_invocation_tokens")
-    if not (folder / WEIGHTS).exists():
+    if not (folder / PEFT_WEIGHTS).exists():
         pickles = [p.name for p in folder.glob("*.bin")]
         advice = f"; {pickles[0]} is a pickle and is never opened" if pickles else ""
-        raise ModelFormatError(f"{folder}: {WEIGHTS} is missing{advice}; save it as safetensors")
-    weights = SafetensorsFolder(folder, file=WEIGHTS)
+        raise ModelFormatError(
+            f"{folder}: {PEFT_WEIGHTS} is missing{advice}; save it as safetensors"
+        )
+    weights = SafetensorsFolder(folder, file=PEFT_WEIGHTS)
     scales = _Scales(fields)
-    origin = str(folder / WEIGHTS)
-    pairs = matrices(weights, _KEY, parts="AB", origin=origin)
+    origin = str(folder / PEFT_WEIGHTS)
+    pairs = matrices(weights, _PEFT_KEY, parts="AB", origin=origin)
     changes = {
         hf_name(module): StoredChange(a, b, scales.of(module, (*a.shape, 0)[0]))
         for module, (a, b) in pairs.items()
@@ -118,3 +136,67 @@ class _Scales:
                     f"{fields.origin}: {key} has {pattern!r}, which is no pattern: {error}"
                 ) from None
         return patterns
+
+
+def read_mlx(folder: Path) -> StoredAdapter:
+    """Read a folder that mlx-lm saved.
+
+    Raises:
+        ModelFormatError: a file is missing or damaged.
+        UnsupportedModelError: the adapter is of another kind than LoRA.
+    """
+    fields = Fields(read_json(folder / CONFIG), origin=str(folder / CONFIG))
+    fields.require("fine_tune_type", "lora")
+    parameters = fields.read(dict, "lora_parameters")
+    scale = Fields(parameters, origin=f"{fields.origin}: lora_parameters").read(float, "scale")
+    weights = SafetensorsFolder(folder, file=MLX_WEIGHTS)
+    origin = str(folder / MLX_WEIGHTS)
+    pairs = matrices(weights, _MLX_KEY, parts="ab", origin=origin)
+    changes = {
+        hf_name(module): StoredChange(_transposed(a), _transposed(b), scale)
+        for module, (a, b) in pairs.items()
+    }
+    return StoredAdapter(str(folder), None, changes)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return replace(
+        tensor,
+        shape=tensor.shape[::-1],
+        float32=lambda: np.ascontiguousarray(tensor.float32().T),
+    )
+
+
+def read_gguf(path: Path) -> StoredAdapter:
+    """Read a GGUF file of an adapter.
+
+    Raises:
+        ModelFormatError: the file is missing or damaged.
+        UnsupportedModelError: the file is no adapter, or one of another kind than LoRA.
+    """
+    file = GGUFFile(path)
+    fields = Fields(file.metadata, origin=str(path))
+    kind = fields.optional(str, "general.type")
+    if kind != "adapter":
+        raise UnsupportedModelError(
+            f"{path}: a GGUF file of type {kind!r} is no adapter; name a model in the place of the "
+            "model"
+        )
+    fields.require("adapter.type", "lora")
+    invocation = invocation_of(fields, "adapter.alora.invocation_tokens")
+    alpha = fields.read(float, "adapter.lora.alpha")
+    pairs: dict[str, dict[str, str]] = {}
+    for key in file.tensors:
+        match = _GGUF_KEY.fullmatch(key)
+        if match is None:
+            raise UnsupportedModelError(f"{path}: tensor {key} is no matrix of a LoRA adapter")
+        pairs.setdefault(match["name"], {})[match["part"]] = key
+    changes = {}
+    for name, keys in pairs.items():
+        if keys.keys() != {"a", "b"}:
+            raise ModelFormatError(f"{path}: {name} has not both lora_a and lora_b")
+        a, b = (tensor_of(file.tensors[keys[part]], origin=str(path)) for part in "ab")
+        rank = (*b.shape, 0)[1]
+        changes[name] = StoredChange(a, b, alpha / rank if alpha and rank else 1.0)
+    architecture = fields.read(str, "general.architecture")
+    return StoredAdapter(str(path), architecture, changes, invocation)
