@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from inspection import draft_with, running, used_blocks, watch_steps
+from inspection import draft_with, preempt_at, used_blocks
 from matrix import usable
 from rounded_weights import round_weights
 from safetensors.numpy import load_file
@@ -262,15 +262,7 @@ def test_an_answer_that_is_preempted_or_shifts(
     with load(right[0], draft=right[1], ctx_size=256, draft_p_min=0) as llm:
         expected = llm.generate(TOKENS[:200], speculate=False, **shift)
         draft_with(monkeypatch, "mtp")
-        steps = iter(range(1000))
-
-        def preempting(step: Any) -> None:
-            step()
-            if next(steps) == 20:
-                for each in running(llm):
-                    each.preempt()
-
-        watch_steps(llm, monkeypatch, preempting)
+        preempt_at(llm, monkeypatch, lambda step: step == 20)
         found = llm.generate(TOKENS[:200], **shift)
     assert found.stats.preempted == 1
     assert found.stats.dropped_tokens > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from inspection import draft_with, drafts_of, running, used_blocks, watch_steps
+from inspection import draft_with, drafts_of, preempt_at, used_blocks
 from matrix import usable
 from rounded_weights import round_weights
 from safetensors.numpy import load_file, save_file
@@ -383,15 +382,7 @@ def test_an_answer_that_is_preempted_or_shifts(right: str, monkeypatch: pytest.M
     with load(right, ctx_size=256, draft_p_min=0) as llm:
         expected = llm.generate(TOKENS[:200], speculate=False, **shift)
         draft_with(monkeypatch, "mtp")
-        steps = itertools.count()
-
-        def preempting(step: Any) -> None:
-            step()
-            if next(steps) == 20:
-                for request in running(llm):
-                    request.preempt()
-
-        watch_steps(llm, monkeypatch, preempting)
+        preempt_at(llm, monkeypatch, lambda step: step == 20)
         found = llm.generate(TOKENS[:200], **shift)
         assert found.stats.preempted == 1
         assert found.stats.dropped_tokens > 0
