@@ -14,8 +14,8 @@ from inspection import draft_with, preempt_at, used_blocks
 from matrix import usable
 from rounded_weights import round_weights
 from safetensors.numpy import load_file
-from tiny_families import make, perturb, save_tokenizer
 from tiny_gguf import gemma4_attention, with_vocabulary, write
+from tiny_models import make, perturb, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.engine.mtp import AssistantDrafter, MtpHead

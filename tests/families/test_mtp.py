@@ -18,8 +18,8 @@ from inspection import draft_with, drafts_of, preempt_at, used_blocks
 from matrix import usable
 from rounded_weights import round_weights
 from safetensors.numpy import load_file, save_file
-from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, PLUS_ONE, VOCABULARY, convert, qwen35, stacked, with_vocabulary
+from tiny_models import make, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.backends.mtp import MtpModel

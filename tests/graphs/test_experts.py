@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hf_weights import Integers, write_safetensors
 from safetensors.numpy import load_file, save_file
-from tiny_families import make
 from tiny_gguf import FILES, convert
+from tiny_models import make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
