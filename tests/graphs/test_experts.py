@@ -20,8 +20,7 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, SharedExpert
-from edgellm.graphs.stack import stacked
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, stacked
 from edgellm.graphs.tensors import (
     layer_tensors,
     multiplied_parameters,
