@@ -29,9 +29,10 @@ from edgellm.kernels.step.checks import check_pools, check_weights
 from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
+from edgellm.kernels.step.gpu_layer_input import LayerEmbeddings
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, Weights
+from edgellm.kernels.step.weights import Weights
 
 Floats = NDArray[np.float32]
 # Held while a graph is captured, of which torch has one at a time in a process.
@@ -97,30 +98,28 @@ class DeviceStep:
         attending = [layer for layer in weights.layers if layer.mixer is None]
         if not attending:
             raise ValueError("no layer attends; needed is one or more")
-        first = attending[0]
         for layer in attending:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
-            if _heads(layer) != _heads(first):
-                raise ValueError(
-                    "layers differ in heads, KV heads, head_dim or latents; needed are the same in "
-                    "all"
-                )
         self._weights = weights
         self._pools = [pool.host for pool in pools]
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
-        count = len(weights.layers)
-        self._layers = [DeviceLayer.of(weights, index, ropes, device) for index in range(count)]
+        self._embeddings = LayerEmbeddings.of(weights, rows=MAX_ROWS, device=device)
+        self._layers = [
+            DeviceLayer.of(weights, index, ropes, pools, self._embeddings, device)
+            for index in range(len(weights.layers))
+        ]
         self._final_norm = DeviceNorm.of(weights.final_norm, weights.final_norm_bias, device)
         self._embedding = DevicePackedWeights.of(weights.embedding, device)
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
+        tilings = {layer.tiling: None for layer in self._layers if layer.tiling is not None}
         positions = self._positions = min(len(table.cos) for table in rope_tables)
 
         def inputs(rows: int) -> SpanInputs:
             return SpanInputs(
                 pools,
-                heads=first.heads,
+                tilings=tilings,
                 rows=rows,
                 positions=positions,
                 vocabulary=weights.embedding.outputs,
@@ -183,7 +182,7 @@ class DeviceStep:
             self._next(spans)
             logits = self._logits.logits[: len(spans)]
             return _host(self._buffers.states[: len(spans)]), _host(logits)
-        self._inputs.set(spans)
+        self._set(self._inputs, spans)
         buffers = self._buffers.of(sum(counts))
         if counts == [MAX_ROWS]:
             if should_stop is not None and should_stop():
@@ -245,10 +244,16 @@ class DeviceStep:
         linear(rows, panels, out, self._buffers.rows, fine=fine)
         return _host(out)
 
+    def _set(self, inputs: SpanInputs, spans: Sequence[StepSpan]) -> None:
+        """Copy spans to the device, and what tokens have for each layer."""
+        inputs.set(spans)
+        if self._embeddings is not None:
+            self._embeddings.set([token for span in spans for token in span.tokens])
+
     def _next(self, spans: Sequence[StepSpan]) -> None:
         """Run one token of each span by a captured graph; states and logits stay on the device."""
         rows = len(spans)
-        self._decode_inputs.set(spans)
+        self._set(self._decode_inputs, spans)
         if rows not in self._decode:
             self._decode[rows] = Captured(partial(self._launch_next, rows), self._device)
         self._decode[rows]()
@@ -274,6 +279,8 @@ class DeviceStep:
         sizes = len(counts), sum(counts)
         states = {number: rows.of(*sizes) for number, rows in inputs.states.items()}
         embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
+        if self._embeddings is not None:
+            self._embeddings.enter(buffers.x, buffers.rows)
         ready = False
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             if should_stop is not None and should_stop():
@@ -288,11 +295,6 @@ class DeviceStep:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
-
-
-def _heads(layer: LayerWeights) -> tuple[int, ...]:
-    rank = 0 if layer.latent is None else layer.latent.rank
-    return layer.heads, layer.kv_heads, layer.head_dim, rank
 
 
 def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Embeddings that tokens have for each layer, in Triton; see `LayerTable`.
+
+The table stays in the mapped file: rows of a step's tokens are looked up on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from edgellm.kernels.gpu.device import aligned, on_device
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
+from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Rows, linear
+from edgellm.kernels.linear.gpu_rows import row_pointers, store_part
+from edgellm.kernels.linear.packed import PackedWeights, rows_of
+from edgellm.kernels.step.gpu_buffers import Buffers, some
+from edgellm.kernels.step.gpu_mlp import add_product
+from edgellm.kernels.step.gpu_norm import DeviceNorm
+from edgellm.kernels.step.weights import Activation, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerEmbeddings:
+    """Embeddings of the tokens of a step for each of L layers, of which each has P numbers.
+
+    Attributes:
+        table: rows of all tokens, on the host.
+        rows: those of the tokens of the step, `[rows, L * P]`.
+        contexts: what is made of the residual before the first layer, `[rows, L * P]`.
+        projections: what makes them, side by side.
+        norm: weight of the norm of a context.
+        epsilon: epsilon of that norm.
+    """
+
+    table: PackedWeights
+    layers: int
+    rows: torch.Tensor
+    contexts: torch.Tensor
+    projections: Sequence[DevicePackedWeights]
+    norm: torch.Tensor
+    epsilon: float
+
+    @classmethod
+    def of(cls, weights: Weights, *, rows: int, device: str) -> LayerEmbeddings | None:
+        """Allocate memory for steps of up to `rows` rows; None: a model without a table."""
+        given = weights.layer_table
+        inputs = [each.input for each in weights.layers if each.input is not None]
+        if given is None:
+            return None
+        width = given.table.inputs * len(weights.layers)
+        held, contexts = (torch.empty((rows, width), device=device) for _ in range(2))
+        return cls(
+            table=given.table,
+            layers=len(weights.layers),
+            rows=held,
+            contexts=contexts,
+            projections=DevicePackedWeights.runs([each.context for each in inputs], device),
+            norm=on_device(given.norm, device),
+            # the root of the residual's width divides a context
+            epsilon=weights.epsilon * weights.embedding.inputs,
+        )
+
+    def set(self, tokens: Sequence[int]) -> None:
+        """Look up the rows of the tokens of a step; where the table has none, those of token 0."""
+        known = np.array(tokens)
+        known[known >= self.table.outputs // self.layers] = 0
+        index = known[:, None] * self.layers + np.arange(self.layers)
+        rows = torch.from_numpy(rows_of(self.table, index.ravel().tolist()))
+        self.rows[: len(known)].copy_(rows.view(len(known), -1))
+
+    def enter(self, x: torch.Tensor, rows: Rows) -> None:
+        """Make the contexts of the residual before the first layer, `[M, E]`."""
+        first = 0
+        for weight in self.projections:
+            linear(x, weight, self.contexts[: len(x), first : first + weight.outputs], rows)
+            first += weight.outputs
+
+
+@triton.jit
+def embedding_kernel(
+    gate_ptr: tl.tensor,
+    context_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
+    stride: tl.tensor,
+    size: tl.tensor,
+    epsilon: tl.tensor,
+    root: tl.tensor,
+    WIDTH: tl.constexpr,
+    CODED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Multiply a row's activated gate by its embedding; the grid counts rows.
+
+    Args:
+        root: root of the number of elements, `size`, which WIDTH is a power of two from on.
+    """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
+    row = tl.program_id(0)
+    k = tl.arange(0, WIDTH)
+    inside = k < size
+    at = row * stride + k
+    context = tl.load(context_ptr + at, mask=inside, other=0.0)
+    context *= 1.0 / tl.sqrt(tl.sum(context * context, axis=0) / size + epsilon)
+    context *= tl.load(norm_ptr + k, mask=inside, other=0.0)
+    both = context + root * tl.load(row_ptr + at, mask=inside, other=0.0)
+    y = tl.load(gate_ptr + row * size + k, mask=inside, other=0.0) * (both * 0.7071067811865476)
+    store_part(y, row, 0, size, size, (out_ptr, codes_ptr, scale_ptr, shift_ptr), CODED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInput:
+    """What a layer adds of a token's own embedding, with its weights in device memory.
+
+    Attributes:
+        row, context: of the layer, parts of those in `embeddings`.
+        scale: factor of the residual behind all.
+    """
+
+    gate: DevicePackedWeights
+    output: DevicePackedWeights
+    post_norm: DeviceNorm
+    row: torch.Tensor
+    context: torch.Tensor
+    embeddings: LayerEmbeddings
+    epsilon: float
+    scale: float
+
+    @classmethod
+    def of(
+        cls, weights: Weights, index: int, embeddings: LayerEmbeddings | None, device: str
+    ) -> DeviceInput | None:
+        given = weights.layers[index].input
+        if given is None or embeddings is None:
+            return None
+        width = given.gate.outputs
+        before = sum(each.input is not None for each in weights.layers[:index])
+        return cls(
+            gate=DevicePackedWeights.of(given.gate, device),
+            output=DevicePackedWeights.of(given.output, device),
+            post_norm=DeviceNorm.of(given.post_norm, None, device),
+            row=embeddings.rows[:, width * index :],
+            context=embeddings.contexts[:, width * before :],
+            embeddings=embeddings,
+            epsilon=weights.epsilon,
+            scale=weights.layers[index].output_scale,
+        )
+
+    def run(self, buffers: Buffers, activation: Activation) -> None:
+        """Add it to the residual."""
+        rows, width = len(buffers.x), self.gate.outputs
+        gate = some(buffers.projected, rows, width)
+        linear(buffers.x, self.gate, gate, buffers.rows, activation=activation)
+        coded = buffers.inner if rows <= FEW_ROWS else None
+        embedding_kernel[(rows,)](
+            gate,
+            self.context,
+            self.row,
+            self.embeddings.norm,
+            *row_pointers(gate, coded),
+            self.row.stride(0),
+            width,
+            self.embeddings.epsilon,
+            width**0.5,
+            WIDTH=aligned(width),
+            CODED=coded is not None,
+            num_warps=4,
+            **early(),
+        )
+        add_product(
+            gate,
+            self.output,
+            None,
+            self.post_norm,
+            buffers,
+            epsilon=self.epsilon,
+            scale=self.scale,
+            coded=coded,
+        )
