@@ -26,7 +26,6 @@ STATIC = ("w8a16-qdq", "w8a8-qdq")
 _BESIDE_HOST = ("f32", "f16", "w4a16", "w8a8")
 # Graphs without C++ kernels beside them, and back ends that decode in graphs.
 _ALONE = (*STATIC, "int4", "portable", "reference", "chunked")
-_GPU = ("triton", "cuda")
 _NO_TRITON = (*_BESIDE_HOST, *_ALONE, "cuda")
 _ALL = (*_NO_TRITON, "triton")
 # Precision names, or a function that returns the names suiting a model's config.
@@ -60,7 +59,7 @@ def _attention(there: Callable[[Attention], bool]) -> Callable[[ModelConfig], bo
 
 PARTS = (
     Part("experts", _layer(lambda x: x.experts is not None), (*_ALONE, "cuda")),
-    Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
+    Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _NO_TRITON),
     Part(
         "a clamped SwiGLU without experts",
         _layer(lambda x: x.mlp.activation == "clamped_swiglu" and x.experts is None),
@@ -70,17 +69,17 @@ PARTS = (
     Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _NO_TRITON),
     Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
     Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
-    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _NO_TRITON),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _NO_TRITON),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
-    Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
-    Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
-    Part("scaled layers", _layer(lambda x: x.scaled), _ALL),
+    Part("norms of V", _attention(lambda x: x.v_norm), _NO_TRITON),
+    Part("V made of K", _attention(lambda x: x.k_as_v), _NO_TRITON),
+    Part("scaled layers", _layer(lambda x: x.scaled), _NO_TRITON),
     Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
     Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
     Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
-    Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _ALL),
-    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
+    Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _NO_TRITON),
+    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, ("cuda",)),
     Part(
         "norms of what attention and MLP add to the residual",
         _layer(lambda x: x.norms_outputs),

@@ -245,3 +245,19 @@ def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: st
     pools = [DeviceBlocks.like(view.blocks, triton_device) for view in model.views("f32")]
     with pytest.raises(ValueError, match="RoPE table 1 of 1"):
         DeviceStep(model.weights, model.ropes[:1], pools, triton_device)
+
+
+@pytest.mark.parametrize("name", ["embeddings", "shared", "k_as_v", "heads", "parts", "gemma4"])
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_layers_that_differ_match_reference(triton_device: str, name: str) -> None:
+    """Of shared K and V, of heads and widths, and with embeddings of their own."""
+    model = random_model.Model((model_shapes.SHARED | model_shapes.UNEVEN)[name])
+    step = device_step(model, "f32", triton_device)
+    results = []
+    for start, end in ((0, 1), (1, 9), (9, 43), (43, 44)):
+        results.append(step.run([span(tables(model), model.tokens, start, end)]))
+    expected = model.reference(44, "f32")
+    for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
+        error = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
+        print(name, error.mean(), error[[0, 1, 8, 9, 42, 43]])
+        assert error.mean() < 0.04
