@@ -99,6 +99,12 @@ UNTRIED = (
     Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
     Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), ("triton",)),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), ("triton",)),
+    Part("norms of V", _attention(lambda x: x.v_norm), ("triton",)),
+    Part("V made of K", _attention(lambda x: x.k_as_v), ("triton",)),
+    Part("scaled layers", _layer(lambda x: x.scaled), ("triton",)),
+    Part("embeddings for each layer", lambda x: x.layer_embedding is not None, ("triton",)),
+    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

@@ -247,17 +247,29 @@ def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: st
         DeviceStep(model.weights, model.ropes[:1], pools, triton_device)
 
 
-@pytest.mark.parametrize("name", ["embeddings", "shared", "k_as_v", "heads", "parts", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma4", "embeddings", "shared", "k_as_v", "heads"])
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_layers_that_differ_match_reference(triton_device: str, name: str) -> None:
-    """Of shared K and V, of heads and widths, and with embeddings of their own."""
+    """Of shared K and V, of heads and widths, and with embeddings of their own; two sequences."""
     model = random_model.Model((model_shapes.SHARED | model_shapes.UNEVEN)[name])
     step = device_step(model, "f32", triton_device)
-    results = []
-    for start, end in ((0, 1), (1, 9), (9, 43), (43, 44)):
-        results.append(step.run([span(tables(model), model.tokens, start, end)]))
-    expected = model.reference(44, "f32")
-    for ours, theirs in zip(zip(*results, strict=True), expected, strict=True):
-        error = np.abs(np.concatenate(ours) - theirs).mean(axis=1) / np.abs(theirs).mean()
-        print(name, error.mean(), error[[0, 1, 8, 9, 42, 43]])
-        assert error.mean() < 0.04
+    sequences = [
+        (tables(model), model.tokens),
+        ([[2], [4]][: len(tables(model))], model.tokens[9:]),
+    ]
+    results: list[list[tuple[np.ndarray, ...]]] = [[], []]
+    for calls in ([(0, 0, 1)], [(0, 1, 4), (1, 0, 3)], [(1, 3, 4), (0, 4, 5)]):
+        found = step.run([span(*sequences[number], *part) for number, *part in calls])
+        ends = np.cumsum([end - start for _, start, end in calls])[:-1]
+        for (number, *_), *each in zip(calls, *(np.split(of, ends) for of in found), strict=True):
+            results[number].append(tuple(each))
+    for (_, tokens), parts in zip(sequences, results, strict=True):
+        ours = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        expected = reference.forward(
+            model.weights, model.floats, tokens[: len(ours[0])], model.turns, format="f32"
+        )
+        for mine, theirs in zip(ours, expected, strict=True):
+            errors = np.abs(mine - theirs).mean(axis=1) / np.abs(theirs).mean()
+            # those of the first token have no part in it; of others Q and K have 16 bits beside V
+            assert errors[0] < 0.02
+            assert errors.mean() < 0.04
