@@ -78,8 +78,10 @@ PARTS = (
     Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
     Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
     Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
-    Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _NO_TRITON),
-    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, ("cuda",)),
+    Part(
+        "embeddings for each layer", lambda config: config.layer_embedding is not None, _NO_TRITON
+    ),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("cuda",)),
     Part(
         "norms of what attention and MLP add to the residual",
         _layer(lambda x: x.norms_outputs),
@@ -104,7 +106,7 @@ UNTRIED = (
     Part("V made of K", _attention(lambda x: x.k_as_v), ("triton",)),
     Part("scaled layers", _layer(lambda x: x.scaled), ("triton",)),
     Part("embeddings for each layer", lambda x: x.layer_embedding is not None, ("triton",)),
-    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, ("triton",)),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

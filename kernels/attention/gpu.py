@@ -398,7 +398,10 @@ def attend(
     host, width = blocks.host, blocks.host.value_dim
     tokens, heads, head_dim = q.shape[0], q.shape[1], blocks.host.head_dim
     key_row, row = (row_elements(blocks.format, each) for each in (head_dim, width))
-    wide = work.tile == ROWS or width > 256 or (blocks.format == "f32" and width > 64)
+    # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
+    large = width > (64 if blocks.format == "f32" else 256)
+    halves = host.latent > 0 or blocks.format not in ("int8", "int4")
+    wide = work.tile == ROWS or (large and halves)
     attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         blocks.k,

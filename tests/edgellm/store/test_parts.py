@@ -136,6 +136,12 @@ def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
         (layer(beside=MAMBA), "layers with states"),
         (attention(sinks=True), "attention sinks"),
         (CASES[Attention, "latent"][0], "attention over latents"),
+        (CASES[Attention, "kv_from"][0], "layers that share K and V"),
+        (CASES[Attention, "k_as_v"][0], "V made of K"),
+        (CASES[Attention, "v_norm"][0], "norms of V"),
+        (CASES[LayerConfig, "scaled"][0], "scaled layers"),
+        (CASES[ModelConfig, "layer_embedding"][0], "embeddings for each layer"),
+        (attention(heads=2 * LAYER.attention.heads), "layers that differ in heads"),
         (layer(ROUTED, shared=SharedExpert(intermediate=32)), "shared experts"),
         (routed, "routers with sigmoids"),
     ):
