@@ -75,9 +75,9 @@ PARTS = (
     Part("norms of V", _attention(lambda x: x.v_norm), _NO_TRITON),
     Part("V made of K", _attention(lambda x: x.k_as_v), _NO_TRITON),
     Part("scaled layers", _layer(lambda x: x.scaled), _NO_TRITON),
-    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
-    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
-    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
+    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _NO_TRITON),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _NO_TRITON),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _NO_TRITON),
     Part(
         "embeddings for each layer", lambda config: config.layer_embedding is not None, _NO_TRITON
     ),
@@ -106,6 +106,9 @@ UNTRIED = (
     Part("V made of K", _attention(lambda x: x.k_as_v), ("triton",)),
     Part("scaled layers", _layer(lambda x: x.scaled), ("triton",)),
     Part("embeddings for each layer", lambda x: x.layer_embedding is not None, ("triton",)),
+    Part("several residual streams (AltUp)", lambda x: x.streams is not None, ("triton",)),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), ("triton",)),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), ("triton",)),
     Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),

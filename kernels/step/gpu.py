@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup.gpu import DeviceStreams
 from edgellm.kernels.checks import check_rope
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DevicePool
@@ -105,6 +106,7 @@ class DeviceStep:
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
         self._embeddings = LayerEmbeddings.of(weights, rows=MAX_ROWS, device=device)
+        self._streams = DeviceStreams.of(weights.streams, device)
         self._layers = [
             DeviceLayer.of(weights, index, ropes, pools, self._embeddings, device)
             for index in range(len(weights.layers))
@@ -281,11 +283,15 @@ class DeviceStep:
         embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
         if self._embeddings is not None:
             self._embeddings.enter(buffers.x, buffers.rows)
+        if self._streams is not None:
+            self._streams.enter(buffers.x, buffers.streams, buffers.rows)
         ready = False
         for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
             if should_stop is not None and should_stop():
                 return False
             ready = layer.run(buffers, inputs.places, states, work, ready=ready, after=after)
+        if self._streams is not None:
+            self._streams.leave(buffers.streams, buffers.x, buffers.rows)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 

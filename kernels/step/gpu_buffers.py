@@ -25,13 +25,15 @@ class Buffers:
         x: residual `[rows, E]`.
         qkv, q, attended: what a layer's projections to Q, K and V give, queries, and outputs of
             attention, of the layer with most.
+        streams, predicted: residual streams, and what a layer expects of them; see `altup`.
+        gates: what the gate of an MLP with a cutoff gives.
         activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
             a product for the next launch.
         projected: gates of attention or of a layer's own embeddings, or what a mixer with states or
             attention over latents reads, of the layer with most.
-        mixed, convolved: outputs of such a mixer, and room for a convolution, or for queries before
-            RoPE.
+        mixed, convolved: outputs of such a mixer or of a laurel's first product, and room for a
+            convolution, or for queries before RoPE.
         heads: for products of each head with its part of a weight, where there are latents; by the
             number of heads.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
@@ -42,6 +44,9 @@ class Buffers:
     qkv: torch.Tensor
     q: torch.Tensor
     attended: torch.Tensor
+    streams: torch.Tensor
+    predicted: torch.Tensor
+    gates: torch.Tensor
     activated: torch.Tensor
     states: torch.Tensor
     projected: torch.Tensor
@@ -68,6 +73,10 @@ class Buffers:
         alone = (each.up if each.routing is None else each.shared_up for each in layers)
         intermediate = max((up.outputs for up in alone if up is not None), default=0)
 
+        cut = max(0 if each.cutoff is None else each.up.outputs for each in layers)
+        altup = layers[0].altup
+        streams = 0 if altup is None else len(altup.router)
+
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
@@ -79,6 +88,9 @@ class Buffers:
             qkv=empty(rows * max(_read(each) for each in attending)),
             q=empty(rows * max(_queries(each) for each in attending)),
             attended=empty(rows * max(heads * value for heads, _, value in kinds)),
+            streams=empty(rows * streams * hidden),
+            predicted=empty(rows * streams * hidden),
+            gates=empty(rows * cut),
             activated=empty(rows * intermediate),
             states=empty(rows, hidden),
             projected=empty(rows * projected),
@@ -144,7 +156,7 @@ def _widths(layer: LayerWeights) -> tuple[int, int, int]:
         return max(gate, sum(each.outputs for each in every)), layer.o.inputs, q.outputs
     mixer = layer.mixer or layer.beside
     if mixer is None:
-        return gate, 0, 0
+        return gate, 0 if layer.laurel is None else layer.laurel.left.outputs, 0
     channels = 0
     if isinstance(mixer, Mamba2Weights):
         channels = mixer.vectors.channels

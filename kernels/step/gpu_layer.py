@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from edgellm.kernels.altup.gpu import DeviceAltUp
 from edgellm.kernels.attention.gpu import attend, takes_codes
 from edgellm.kernels.attention.gpu_tiles import Tiling, Work
 from edgellm.kernels.gpu.device import on_device
@@ -45,8 +46,8 @@ from edgellm.kernels.step.gpu_mixers import (
     projections_of,
 )
 from edgellm.kernels.step.gpu_mlp import FeedForward, add_product, inputs_of
-from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of
-from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of, normalize
+from edgellm.kernels.step.weights import Floats, Laurel, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -58,6 +59,21 @@ class DeviceRope(NamedTuple):
     @classmethod
     def of(cls, table: RopeTable, device: str) -> DeviceRope:
         return cls(on_device(table.cos, device), on_device(table.sin, device))
+
+
+class DeviceLaurel(NamedTuple):
+    """A `Laurel` in device memory."""
+
+    left: DevicePackedWeights
+    right: DevicePackedWeights
+    post_norm: DeviceNorm
+
+    @classmethod
+    def of(cls, laurel: Laurel | None, device: str) -> DeviceLaurel | None:
+        if laurel is None:
+            return None
+        left, right = (DevicePackedWeights.of(x, device) for x in (laurel.left, laurel.right))
+        return cls(left, right, DeviceNorm.of(laurel.post_norm, None, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +90,8 @@ class DeviceLayer:
         beside: mixer that reads the same rows as attention, or None.
         latent: what attention over latents has beside the projections of keys and latents, or None.
         tiling: of attention, or None.
+        laurel: what it adds beside attention, or None.
+        altup: weights around several residual streams, or None.
         input: what it adds of a token's own embedding, or None.
     """
 
@@ -94,6 +112,8 @@ class DeviceLayer:
     o_bias: torch.Tensor | None
     post_attention_norm: DeviceNorm | None
     tiling: Tiling | None
+    laurel: DeviceLaurel | None
+    altup: DeviceAltUp | None
     mlp: FeedForward
     input: DeviceInput | None
 
@@ -134,6 +154,8 @@ class DeviceLayer:
                 layer.post_attention_norm, layer.post_attention_norm_bias, device
             ),
             tiling=Tiling.of(pool, layer.heads) if isinstance(pool, DeviceBlocks) else None,
+            laurel=DeviceLaurel.of(layer.laurel, device),
+            altup=DeviceAltUp.of(layer.altup, weights.epsilon, device),
             mlp=FeedForward.of(layer, weights.epsilon, device),
             input=DeviceInput.of(weights, index, embeddings, device),
         )
@@ -161,6 +183,8 @@ class DeviceLayer:
             Whether `buffers.residual` has the codes of the next layer's inputs.
         """
         few = len(buffers.x) <= FEW_ROWS
+        if self.altup is not None:
+            self.altup.predict(buffers.streams, buffers.predicted, buffers.x)
         if self.mixer is None:
             assert self.tiling is not None
             here = work[self.tiling]
@@ -179,15 +203,23 @@ class DeviceLayer:
             self.post_attention_norm,
             buffers,
             epsilon=self.epsilon,
+            scale=1.0 if self.laurel is None else 0.5**0.5,
             coded=attended,
             then=_next(self.mlp.norm, buffers) if few else None,
         )
         norm = None if after is None else after.attention_norm
         # codes of 16 bits for V
-        then = _next(norm, buffers, fine=True) if few and self.input is None else None
+        last = self.input is None and self.altup is None
+        then = _next(norm, buffers, fine=True) if few and last else None
         ready = self.mlp.run(buffers, ready=ready, then=then)
+        streams = None
+        if self.altup is not None:
+            self.altup.correct(buffers.predicted, buffers.x, buffers.streams, buffers.states)
+            rows, width = buffers.x.shape
+            count = len(self.altup.router)
+            streams = some(buffers.streams, rows, count * width).view(rows, count, width)
         if self.input is not None:
-            self.input.run(buffers, self.host.activation)
+            self.input.run(buffers, self.host.activation, streams=streams)
         return ready
 
     def _attend(
@@ -218,6 +250,8 @@ class DeviceLayer:
             product(self.q_gate, gate)
         if self.beside is not None:
             linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
+        if self.laurel is not None:
+            self._add_laurel(buffers, self.laurel, product)
         q, out = (some(each, rows, self.o.inputs) for each in (buffers.q, buffers.attended))
         shape = rows, -1, self.host.head_dim
         append_rotated(
@@ -248,6 +282,21 @@ class DeviceLayer:
             coded=coded,
         )
         return out, coded
+
+    def _add_laurel(
+        self,
+        buffers: Buffers,
+        laurel: DeviceLaurel,
+        product: Callable[[DevicePackedWeights, torch.Tensor], None],
+    ) -> None:
+        """Add the rows that attention reads, and what a product of low rank makes of them."""
+        assert self.attention_norm is not None
+        x, epsilon = buffers.x, self.epsilon
+        left = some(buffers.mixed, len(x), laurel.left.outputs)
+        product(laurel.left, left)
+        linear(left, laurel.right, buffers.states, buffers.rows)
+        normalize(x, self.attention_norm, x, epsilon=epsilon, add=True)
+        normalize(buffers.states, laurel.post_norm, x, epsilon=epsilon, add=True)
 
     def _attend_latents(
         self, buffers: Buffers, latent: DeviceLatent, place: Place, work: Work, *, ready: bool

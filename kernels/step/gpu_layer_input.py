@@ -19,8 +19,7 @@ from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Rows, line
 from edgellm.kernels.linear.gpu_rows import row_pointers, store_part
 from edgellm.kernels.linear.packed import PackedWeights, rows_of
 from edgellm.kernels.step.gpu_buffers import Buffers, some
-from edgellm.kernels.step.gpu_mlp import add_product
-from edgellm.kernels.step.gpu_norm import DeviceNorm
+from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Activation, Weights
 
 
@@ -120,7 +119,7 @@ def embedding_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInput:
-    """What a layer adds of a token's own embedding, with its weights in device memory.
+    """Weights of what a layer adds of a token's own embedding, in device memory.
 
     Attributes:
         row, context: of the layer, parts of those in `embeddings`.
@@ -156,11 +155,19 @@ class DeviceInput:
             scale=weights.layers[index].output_scale,
         )
 
-    def run(self, buffers: Buffers, activation: Activation) -> None:
-        """Add it to the residual."""
+    def run(
+        self, buffers: Buffers, activation: Activation, *, streams: torch.Tensor | None
+    ) -> None:
+        """Add it to the residual.
+
+        Args:
+            streams: residual streams `[M, S, E]`, if there are some: it is made of
+                `buffers.states`, and added to all but the first.
+        """
         rows, width = len(buffers.x), self.gate.outputs
         gate = some(buffers.projected, rows, width)
-        linear(buffers.x, self.gate, gate, buffers.rows, activation=activation)
+        x = buffers.x if streams is None else buffers.states
+        linear(x, self.gate, gate, buffers.rows, activation=activation)
         coded = buffers.inner if rows <= FEW_ROWS else None
         embedding_kernel[(rows,)](
             gate,
@@ -177,13 +184,10 @@ class DeviceInput:
             num_warps=4,
             **early(),
         )
-        add_product(
-            gate,
-            self.output,
-            None,
-            self.post_norm,
-            buffers,
-            epsilon=self.epsilon,
-            scale=self.scale,
-            coded=coded,
-        )
+        out, norm, epsilon = buffers.states, self.post_norm, self.epsilon
+        linear(gate, self.output, out, buffers.rows, coded=coded)
+        if streams is None:
+            normalize(out, norm, buffers.x, epsilon=epsilon, add=True, scale=self.scale)
+        else:
+            normalize(out, norm, out, epsilon=epsilon)
+            streams[:, 1:].add_(out[:, None])

@@ -6,9 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
-from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.device import aligned, on_device
+from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
+from edgellm.kernels.gpu.elementwise import activated, gate_factor
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
@@ -16,7 +20,7 @@ from edgellm.kernels.linear.gpu import (
     Tiles,
     linear,
 )
-from edgellm.kernels.linear.gpu_rows import CodedRows
+from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows, row_pointers, store_part
 from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
 from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of, normalize
 from edgellm.kernels.step.weights import Floats, LayerWeights
@@ -32,6 +36,52 @@ class DeviceMlp:
     up_bias: torch.Tensor | None = None
     down: DevicePackedWeights
     down_bias: torch.Tensor | None = None
+
+
+@triton.jit
+def cutoff_kernel(
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    codes_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    shift_ptr: tl.tensor,
+    width: tl.tensor,
+    deviations: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Gate a row by what its gates exceed their mean and some standard deviations by.
+
+    The grid counts rows. The variance is summed after the mean is known: with a large mean, squares
+    would cancel.
+    """
+    allow_next(EARLY)
+    wait_for_last(EARLY)
+    row = tl.program_id(0)
+    gate_ptr += row.to(tl.int64) * width
+    up_ptr += row.to(tl.int64) * width
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        total += tl.load(gate_ptr + k, mask=k < width, other=0.0)
+    mean = tl.sum(total, axis=0) / width
+    squares = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, width, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        x = tl.load(gate_ptr + k, mask=k < width, other=mean) - mean
+        squares += x * x
+    cutoff = mean + deviations * tl.sqrt(tl.sum(squares, axis=0) / width)
+    ptrs = out_ptr, codes_ptr, scale_ptr, shift_ptr
+    for first in range(0, width, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        x = tl.load(gate_ptr + k, mask=k < width, other=0.0) - cutoff
+        x = tl.where(x < 0, 0.0, x)  # `maximum` would drop a NaN
+        up = tl.load(up_ptr + k, mask=k < width, other=0.0)
+        x = activated(x, ACTIVATION) * gate_factor(up, ACTIVATION)
+        store_part(x, row, first, tl.minimum(width - first, BLOCK), width, ptrs, CODED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +202,8 @@ class FeedForward:
             tiles: slots of experts, if it is all of them.
         """
         count, room = len(inputs), buffers.experts
+        if self.host.cutoff is not None and mlp.gate is not None:
+            return self._cut_off(mlp, mlp.gate, inputs, norm, buffers, ready=ready)
         if tiles is None:
             inner, coded = some(buffers.activated, count, mlp.up.outputs), buffers.inner
         else:
@@ -176,6 +228,41 @@ class FeedForward:
             tiles=tiles,
         )
         return inner, coded if few else None
+
+    def _cut_off(
+        self,
+        mlp: DeviceMlp,
+        gate: DevicePackedWeights,
+        inputs: torch.Tensor,
+        norm: torch.Tensor | None,
+        buffers: Buffers,
+        *,
+        ready: bool,
+    ) -> tuple[torch.Tensor, CodedRows | None]:
+        """Compute an MLP whose gates count above a cutoff, like `_activate`."""
+        assert self.host.cutoff is not None
+        count, width = len(inputs), mlp.up.outputs
+        gates, inner = (some(each, count, width) for each in (buffers.gates, buffers.activated))
+        few = count <= FEW_ROWS
+        if few and not ready:
+            code_rows(inputs, buffers.residual, norm=norm)
+        coded = buffers.residual if few else None
+        for weight, out in ((gate, gates), (mlp.up, inner)):
+            linear(inputs, weight, out, buffers.rows, norm=norm, epsilon=self.epsilon, coded=coded)
+        to = buffers.inner if few else None
+        cutoff_kernel[(count,)](
+            gates,
+            inner,
+            *row_pointers(inner, to),
+            width,
+            self.host.cutoff,
+            ACTIVATION=self.host.activation,
+            BLOCK=min(1024, aligned(width)),
+            CODED=few,
+            num_warps=4,
+            **early(),
+        )
+        return inner, to
 
     def _add_experts(
         self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None

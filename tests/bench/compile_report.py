@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.gpu.early import OLDEST
@@ -51,6 +52,7 @@ from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.span import StepSpan
 from edgellm.kernels.step.weights import (
+    Laurel,
     LayerInput,
     LayerTable,
     LayerWeights,
@@ -99,6 +101,8 @@ class Shape:
         layer_width: width of embeddings for each layer, of which the last ones read K and V of
             others then; 0: there are none.
         mlp_beside: whether the shared expert is an MLP beside the others.
+        streams: number of residual streams, beside which layers have laurels, and every second one
+            an MLP with a cutoff; 1: all that is absent.
     """
 
     hidden: int
@@ -123,6 +127,7 @@ class Shape:
     wide: tuple[int, int, bool] | None = None
     layer_width: int = 0
     mlp_beside: bool = False
+    streams: int = 1
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -191,6 +196,15 @@ SHAPES = {
         head_norms="each",
         wide=(1, 512, False),
         layer_width=256,
+    ),
+    "Gemma-3n-E2B": Shape(
+        *(2048, 8192, 8, 2, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(2, 256, False),
+        layer_width=256,
+        streams=4,
     ),
     "Gemma-4-26B-A4B": Shape(
         *(2816, 704, 16, 8, 256),
@@ -456,6 +470,7 @@ def _step(
         epsilon=1e-5,
         logit_softcap=30.0 if shape.softcap else None,
         layer_table=_layer_table(shape, len(layers), next(turns)),
+        streams=_streams(shape, next(turns)),
     )
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
     pools = _pools(shape, format, layers)
@@ -498,8 +513,32 @@ def _gemma4(shape: Shape, wide: tuple[int, int, bool], turns: Iterator[Kind]) ->
             layer = replace(layer, v=None)
         if shape.layer_width:
             layer = replace(layer, input=_input(shape, turns))
+        if shape.streams > 1:
+            layer = _with_streams(shape, layer, turns)
+            layer = replace(layer, output_scale=1.0, cutoff=1.6 if index % 2 else None)
         layers.append(layer)
     return layers
+
+
+def _with_streams(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer with a laurel of rank 64, and weights around streams."""
+    hidden, count = shape.hidden, shape.streams
+    ones = np.ones(hidden, np.float32)
+    return replace(
+        layer,
+        laurel=Laurel(
+            left=_zeros(64, hidden, next(turns)),
+            right=_zeros(hidden, 64, KINDS["int8_symmetric"]),
+            post_norm=ones,
+        ),
+        altup=AltUpWeights(
+            router_norm=ones,
+            router=np.ones((count, hidden), np.float32),
+            predict=np.ones((count * count, count), np.float32),
+            correct=np.ones((count, count), np.float32),
+            scale=ones,
+        ),
+    )
 
 
 def _input(shape: Shape, turns: Iterator[Kind]) -> LayerInput:
@@ -508,6 +547,13 @@ def _input(shape: Shape, turns: Iterator[Kind]) -> LayerInput:
     output = _zeros(hidden, width, next(turns))
     ones = np.ones(hidden, np.float32)
     return LayerInput(context=context, gate=gate, output=output, post_norm=ones)
+
+
+def _streams(shape: Shape, kind: Kind) -> Streams | None:
+    if shape.streams == 1:
+        return None
+    enter, leave = (_zeros((shape.streams - 1) * shape.hidden, shape.hidden, kind) for _ in "ab")
+    return Streams(enter=enter, leave=leave)
 
 
 def _layer_table(shape: Shape, layers: int, kind: Kind) -> LayerTable | None:

@@ -211,10 +211,6 @@ def test_triton_goes_on_and_back_from_what_the_host_computed(
 ) -> None:
     """Over the end of a block, in two sequences at once, and behind a rewind on the device."""
     options: dict[str, Any] = {"prefill": "native", "decode": "triton", "kv_format": "f32"}
-    if config_of(start()).streams is not None:
-        with pytest.raises(UnsupportedModelError, match="several residual streams"):
-            start(**options)
-        return
     llm = start(**options)
     expected = logits(model[0], TOKENS[:131])
     cache, decoder = llm.engine.cache, llm.engine.decoder

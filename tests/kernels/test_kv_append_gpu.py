@@ -206,7 +206,7 @@ def test_values_are_normalized_and_may_be_keys(
             norms=gpu.DeviceNorms.of(of, head_dim, triton_device),
         )
         device.give(range(5))
-        return np.array(q.cpu())
+        return q.cpu().numpy().copy()
 
     np.testing.assert_allclose(append(qkv, norms), expected, atol=1e-5)
     for head in range(kv_heads):

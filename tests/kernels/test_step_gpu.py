@@ -28,6 +28,7 @@ from edgellm.kernels.kv_blocks import (  # noqa: E402
     allocate,
 )
 from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
+from edgellm.kernels.linear.gpu import FEW_ROWS  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
 from edgellm.kernels.step import (  # noqa: E402
     LayerWeights,
@@ -247,7 +248,9 @@ def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: st
         DeviceStep(model.weights, model.ropes[:1], pools, triton_device)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "embeddings", "shared", "k_as_v", "heads"])
+@pytest.mark.parametrize(
+    "name", ["gemma4", "gemma3n", "streams", "embeddings", "shared", "k_as_v", "heads"]
+)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_layers_that_differ_match_reference(triton_device: str, name: str) -> None:
     """Of shared K and V, of heads and widths, and with embeddings of their own; two sequences."""
@@ -258,7 +261,10 @@ def test_layers_that_differ_match_reference(triton_device: str, name: str) -> No
         ([[2], [4]][: len(tables(model))], model.tokens[9:]),
     ]
     results: list[list[tuple[np.ndarray, ...]]] = [[], []]
-    for calls in ([(0, 0, 1)], [(0, 1, 4), (1, 0, 3)], [(1, 3, 4), (0, 4, 5)]):
+    steps = [[(0, 0, 1)], [(0, 1, 4), (1, 0, 3)], [(1, 3, 4), (0, 4, 5)]]
+    if name.startswith("gemma"):
+        steps.append([(1, 4, 4 + FEW_ROWS), (0, 5, 6)])  # more rows than are coded
+    for calls in steps:
         found = step.run([span(*sequences[number], *part) for number, *part in calls])
         ends = np.cumsum([end - start for _, start, end in calls])[:-1]
         for (number, *_), *each in zip(calls, *(np.split(of, ends) for of in found), strict=True):
