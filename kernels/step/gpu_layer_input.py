@@ -1,6 +1,7 @@
 """Embeddings that tokens have for each layer, in Triton; see `LayerTable`.
 
-The table stays in the mapped file: rows of a step's tokens are looked up on the host.
+The table stays in the mapped file: panels with the rows of a step's tokens are copied to the device
+as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import triton.language as tl
 
 from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
-from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Rows, linear
+from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Rows, embed, linear
 from edgellm.kernels.linear.gpu_rows import row_pointers, store_part
-from edgellm.kernels.linear.packed import PackedWeights, rows_of
+from edgellm.kernels.linear.packed import PANEL, PackedWeights
 from edgellm.kernels.step.gpu_buffers import Buffers, some
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Activation, Weights
@@ -29,7 +30,9 @@ class LayerEmbeddings:
 
     Attributes:
         table: rows of all tokens, on the host.
-        rows: those of the tokens of the step, `[rows, L * P]`.
+        panels: those that have the rows of the tokens of the step, as many of each token.
+        index: of these rows in them, `[rows * L]` int64.
+        rows: the rows, `[rows, L * P]`.
         contexts: what is made of the residual before the first layer, `[rows, L * P]`.
         projections: what makes them, side by side.
         norm: weight of the norm of a context.
@@ -38,6 +41,8 @@ class LayerEmbeddings:
 
     table: PackedWeights
     layers: int
+    panels: DevicePackedWeights
+    index: torch.Tensor
     rows: torch.Tensor
     contexts: torch.Tensor
     projections: Sequence[DevicePackedWeights]
@@ -51,11 +56,18 @@ class LayerEmbeddings:
         inputs = [each.input for each in weights.layers if each.input is not None]
         if given is None:
             return None
-        width = given.table.inputs * len(weights.layers)
+        table, layers = given.table, len(weights.layers)
+        # wherever in a panel the first row of a token is
+        panels = rows * (-(-(layers - 1) // PANEL) + 1)
+        data = np.zeros((panels, *table.data.shape[1:]), table.data.dtype)
+        memory = PackedWeights(data, panels * PANEL, table.inputs, table.kind)
+        width = table.inputs * layers
         held, contexts = (torch.empty((rows, width), device=device) for _ in range(2))
         return cls(
-            table=given.table,
-            layers=len(weights.layers),
+            table=table,
+            layers=layers,
+            panels=DevicePackedWeights.of(memory, device),
+            index=torch.zeros(rows * layers, dtype=torch.int64, device=device),
             rows=held,
             contexts=contexts,
             projections=DevicePackedWeights.runs([each.context for each in inputs], device),
@@ -66,17 +78,24 @@ class LayerEmbeddings:
 
     def set(self, tokens: Sequence[int]) -> None:
         """Look up the rows of the tokens of a step; where the table has none, those of token 0."""
-        known = np.array(tokens)
-        known[known >= self.table.outputs // self.layers] = 0
-        index = known[:, None] * self.layers + np.arange(self.layers)
-        rows = torch.from_numpy(rows_of(self.table, index.ravel().tolist()))
-        self.rows[: len(known)].copy_(rows.view(len(known), -1))
+        known, layers = np.array(tokens), self.layers
+        known[known >= self.table.outputs // layers] = 0
+        panel, row = np.divmod(known * layers, PANEL)
+        each = len(self.panels.data) // len(self.rows)
+        panels = panel[:, None] + np.arange(each)
+        data = self.table.data[np.minimum(panels, len(self.table.data) - 1).ravel()]
+        self.panels.data[: len(data)].copy_(torch.from_numpy(data))
+        first = row + PANEL * each * np.arange(len(known))
+        index = torch.from_numpy((first[:, None] + np.arange(layers)).ravel())
+        self.index[: len(index)].copy_(index)
 
     def enter(self, x: torch.Tensor, rows: Rows) -> None:
-        """Make the contexts of the residual before the first layer, `[M, E]`."""
-        first = 0
+        """Dequantize the rows, and make the contexts of the residual before the first layer."""
+        count, first = len(x), 0
+        to = self.rows[:count].view(count * self.layers, -1)
+        embed(self.panels, self.index, to)
         for weight in self.projections:
-            linear(x, weight, self.contexts[: len(x), first : first + weight.outputs], rows)
+            linear(x, weight, self.contexts[:count, first : first + weight.outputs], rows)
             first += weight.outputs
 
 
