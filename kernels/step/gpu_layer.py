@@ -4,8 +4,8 @@ Absent parts cost nothing: a layer with only RMS norms before products takes sev
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
 first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
-latents takes seven launches more, an MLP beside experts six, and an embedding of the layer's own
-five.
+latents takes seven launches more, an MLP beside experts five, a laurel five, an embedding of the
+layer's own five, and residual streams three.
 """
 
 from __future__ import annotations
