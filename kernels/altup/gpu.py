@@ -201,7 +201,7 @@ class DeviceAltUp:
         """Write what a layer expects of streams, and the first stream, which it computes, to `x`.
 
         Args:
-            streams, predicted: memory of `[M, S * E]`, different ones.
+            streams, predicted: `[M, S * E]`.
             x: `[M, E]`.
         """
         rows, width = x.shape
@@ -267,28 +267,19 @@ class DeviceStreams:
         )
 
     def enter(self, x: torch.Tensor, streams: torch.Tensor, rows: Rows) -> None:
-        """Make the streams before the first layer of the first one, `[M, E]`.
-
-        Args:
-            streams: memory of `[M, S * E]` or more.
-        """
-        width, streams = x.shape[1], self._view(streams, x)
+        """Make the streams before the first layer, `[M, S * E]`, of the first one, `[M, E]`."""
+        width = x.shape[1]
         streams[:, :width].copy_(x)
         linear(x, self.entering, streams[:, width:], rows)
         self._level(streams, x, merge=False)
 
     def leave(self, streams: torch.Tensor, x: torch.Tensor, rows: Rows) -> None:
         """Write the mean of the streams behind the last layer, taken back, to `x` `[M, E]`."""
-        width, streams = x.shape[1], self._view(streams, x)
+        width = x.shape[1]
         for number, weight in enumerate(self.leaving, 1):
             stream = streams[:, number * width : (number + 1) * width]
             linear(stream, weight, stream, rows)  # which is copied, as codes or halves, before
         self._level(streams, x, merge=True)
-
-    def _view(self, memory: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        rows, width = x.shape
-        size = width * (1 + len(self.leaving))
-        return memory[: rows * size].view(rows, size)
 
     def _level(self, streams: torch.Tensor, x: torch.Tensor, *, merge: bool) -> None:
         rows, width = x.shape

@@ -25,7 +25,8 @@ class Buffers:
         x: residual `[rows, E]`.
         qkv, q, attended: what a layer's projections to Q, K and V give, queries, and outputs of
             attention, of the layer with most.
-        streams, predicted: residual streams, and what a layer expects of them; see `altup`.
+        streams, predicted: residual streams side by side `[rows, S * E]`, and what a layer expects
+            of them; nothing where there is one.
         gates: what the gate of an MLP with a cutoff gives.
         activated: inputs of down of an MLP or a shared expert, `[rows, F]` of the largest F.
         states: `[rows, E]`: hidden states at the end, and before that the output of a layer norm or
@@ -88,8 +89,8 @@ class Buffers:
             qkv=empty(rows * max(_read(each) for each in attending)),
             q=empty(rows * max(_queries(each) for each in attending)),
             attended=empty(rows * max(heads * value for heads, _, value in kinds)),
-            streams=empty(rows * streams * hidden),
-            predicted=empty(rows * streams * hidden),
+            streams=empty(rows, streams * hidden),
+            predicted=empty(rows, streams * hidden),
             gates=empty(rows * cut),
             activated=empty(rows * intermediate),
             states=empty(rows, hidden),
@@ -118,7 +119,19 @@ class Buffers:
             self,
             x=self.x[:rows],
             states=self.states[:rows],
+            streams=self.streams[:rows],
+            predicted=self.predicted[:rows],
         )
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Move some rows of the residual, or of its streams, to the beginning."""
+        for memory in (self.x, self.streams):
+            kept(memory, index)
+
+
+def kept(memory: torch.Tensor, index: torch.Tensor) -> None:
+    """Move rows to the beginning of their memory `[rows, width]`."""
+    memory[: len(index)].copy_(memory[index])
 
 
 def some(memory: torch.Tensor, rows: int, width: int) -> torch.Tensor:

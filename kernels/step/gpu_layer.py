@@ -216,8 +216,7 @@ class DeviceLayer:
         if self.altup is not None:
             self.altup.correct(buffers.predicted, buffers.x, buffers.streams, buffers.states)
             rows, width = buffers.x.shape
-            count = len(self.altup.router)
-            streams = some(buffers.streams, rows, count * width).view(rows, count, width)
+            streams = buffers.streams.view(rows, -1, width)
         if self.input is not None:
             self.input.run(buffers, self.host.activation, streams=streams)
         return ready

@@ -19,7 +19,7 @@ from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, Rows, embed, linear
 from edgellm.kernels.linear.gpu_rows import row_pointers, store_part
 from edgellm.kernels.linear.packed import PANEL, PackedWeights
-from edgellm.kernels.step.gpu_buffers import Buffers, some
+from edgellm.kernels.step.gpu_buffers import Buffers, kept, some
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Activation, Weights
 
@@ -88,6 +88,11 @@ class LayerEmbeddings:
         first = row + PANEL * each * np.arange(len(known))
         index = torch.from_numpy((first[:, None] + np.arange(layers)).ravel())
         self.index[: len(index)].copy_(index)
+
+    def keep(self, index: torch.Tensor) -> None:
+        """Move what some rows of the step have to the beginning."""
+        for memory in (self.rows, self.contexts):
+            kept(memory, index)
 
     def enter(self, x: torch.Tensor, rows: Rows) -> None:
         """Dequantize the rows, and make the contexts of the residual before the first layer."""

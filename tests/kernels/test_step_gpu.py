@@ -279,3 +279,20 @@ def test_layers_that_differ_match_reference(triton_device: str, name: str) -> No
             # those of the first token have no part in it; of others Q and K have 16 bits beside V
             assert errors[0] < 0.02
             assert errors.mean() < 0.04
+
+
+def test_rows_leave_before_layers_that_read_k_and_v_of_others(triton_device: str) -> None:
+    """Of two sequences, one of which asks for nothing; the next rows read what all have left."""
+    model = random_model.Model(model_shapes.SHARED["gemma3n"])
+    wanted = []
+    for all_states in (True, False):
+        step = device_step(model, "f32", triton_device)
+        others = [[2], [4]], model.tokens[9:]
+        spans = [span(tables(model), model.tokens, 0, 6, logit_rows=2), span(*others, 0, 2)]
+        first = step.run([spans[0], replace(spans[1], logit_rows=0)], all_states=all_states)
+        last = step.run([span(tables(model), model.tokens, 6, 7), span(*others, 2, 3)])
+        wanted.append((*first, *last))
+    for number, (whole, short) in enumerate(zip(*wanted, strict=True)):
+        rows = slice(4, 6) if number == 0 else slice(None)
+        np.testing.assert_allclose(short[rows], whole[rows], atol=1e-4 * np.abs(whole).max())
+    assert not wanted[1][0][[0, 1, 2, 3, 6, 7]].any()
