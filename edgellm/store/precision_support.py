@@ -27,9 +27,6 @@ _BESIDE_HOST = ("f32", "f16", "w4a16", "w8a8")
 # Graphs without C++ kernels beside them, and back ends that decode in graphs.
 _ALONE = (*STATIC, "int4", "portable", "reference", "chunked")
 _WITHOUT_HOST = (*_ALONE, "cuda")
-# The C++ kernels compute the part between graphs, and decode alone.
-_NATIVE_DECODES = (*_WITHOUT_HOST, "triton")
-_GPU = ("triton", "cuda")
 _NO_TRITON = (*_BESIDE_HOST, *_WITHOUT_HOST)
 _ALL = (*_NO_TRITON, "triton")
 # Precision names, or a function that returns the names suiting a model's config.
@@ -64,9 +61,7 @@ def _attention(there: Callable[[Attention], bool]) -> Callable[[ModelConfig], bo
 PARTS = (
     Part("experts", _layer(lambda x: x.experts is not None), _WITHOUT_HOST),
     Part(
-        "an MLP beside experts",
-        _layer(lambda x: bool(x.shared and x.shared.beside)),
-        _NATIVE_DECODES,
+        "an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _WITHOUT_HOST
     ),
     Part(
         "a clamped SwiGLU without experts",
@@ -77,33 +72,33 @@ PARTS = (
     Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _WITHOUT_HOST),
     Part("attention sinks", _attention(lambda x: x.sinks), _WITHOUT_HOST),
     Part("gates of attention", _attention(lambda x: x.output_gate), _WITHOUT_HOST),
-    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _NATIVE_DECODES),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _WITHOUT_HOST),
     Part(
         "attention over latents (MLA)",
         _attention(lambda x: x.latent is not None),
         _WITHOUT_HOST,
     ),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
-    Part("norms of V", _attention(lambda x: x.v_norm), _NATIVE_DECODES),
-    Part("V made of K", _attention(lambda x: x.k_as_v), _NATIVE_DECODES),
-    Part("scaled layers", _layer(lambda x: x.scaled), _NATIVE_DECODES),
+    Part("norms of V", _attention(lambda x: x.v_norm), _WITHOUT_HOST),
+    Part("V made of K", _attention(lambda x: x.k_as_v), _WITHOUT_HOST),
+    Part("scaled layers", _layer(lambda x: x.scaled), _WITHOUT_HOST),
     Part(
         "several residual streams (AltUp)",
         lambda config: config.streams is not None,
-        _NATIVE_DECODES,
+        _WITHOUT_HOST,
     ),
     Part(
         "products beside attention (LAuReL)",
         _layer(lambda x: x.laurel is not None),
-        _NATIVE_DECODES,
+        _WITHOUT_HOST,
     ),
-    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _NATIVE_DECODES),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _WITHOUT_HOST),
     Part(
         "embeddings for each layer",
         lambda config: config.layer_embedding is not None,
-        _NATIVE_DECODES,
+        _WITHOUT_HOST,
     ),
-    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("cuda",)),
     Part(
         "norms of what attention and MLP add to the residual",
         _layer(lambda x: x.norms_outputs),
@@ -123,6 +118,15 @@ UNTRIED = (
     Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
     Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), ("triton",)),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), ("triton",)),
+    Part("norms of V", _attention(lambda x: x.v_norm), ("triton",)),
+    Part("V made of K", _attention(lambda x: x.k_as_v), ("triton",)),
+    Part("scaled layers", _layer(lambda x: x.scaled), ("triton",)),
+    Part("embeddings for each layer", lambda x: x.layer_embedding is not None, ("triton",)),
+    Part("several residual streams (AltUp)", lambda x: x.streams is not None, ("triton",)),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), ("triton",)),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), ("triton",)),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

@@ -24,6 +24,7 @@ import numpy as np
 from kernel_launches import Launch, Usage, compile_for, recorded_launches
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.gpu.elementwise import Activation
@@ -39,7 +40,14 @@ from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, StateMixer, Weights
+from edgellm.kernels.step.weights import (
+    Laurel,
+    LayerInput,
+    LayerTable,
+    LayerWeights,
+    StateMixer,
+    Weights,
+)
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
 # Shared memory that a program can have, in KiB (CUDA C++ Programming Guide, "Compute
@@ -68,6 +76,13 @@ class Shape:
         beside: whether that mixer, a Mamba-2, is beside attention in its layers.
         latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
             RoPE turns; 0: there are none.
+        wide: KV heads and head_dim of every second layer, and whether its V is made of K; None:
+            they are those of the others, without norms of V.
+        layer_width: width of embeddings for each layer, of which the last ones read K and V of
+            others then; 0: there are none.
+        mlp_beside: whether the shared expert is an MLP beside the others.
+        streams: number of residual streams, beside which layers have laurels, and every second one
+            an MLP with a cutoff; 1: all that is absent.
     """
 
     hidden: int
@@ -89,6 +104,10 @@ class Shape:
     mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
     beside: bool = False
     latent: int = 0
+    wide: tuple[int, int, bool] | None = None
+    layer_width: int = 0
+    mlp_beside: bool = False
+    streams: int = 1
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -149,6 +168,33 @@ SHAPES = {
         routing=Routing(experts=64, used=6, normalized=False),
         shared=2816,
         latent=512,
+    ),
+    "Gemma-4-E2B": Shape(
+        *(1536, 6144, 8, 1, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(1, 512, False),
+        layer_width=256,
+    ),
+    "Gemma-3n-E2B": Shape(
+        *(2048, 8192, 8, 2, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(2, 256, False),
+        layer_width=256,
+        streams=4,
+    ),
+    "Gemma-4-26B-A4B": Shape(
+        *(2816, 704, 16, 8, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(2, 512, True),
+        routing=Routing(experts=128, used=8, scaled=True),
+        shared=2112,
+        mlp_beside=True,
     ),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
@@ -261,6 +307,8 @@ def _step(
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
     if shape.latent:
         layers = [_with_latents(shape, layer, turns) for layer in layers]
+    if shape.wide is not None:
+        layers = _gemma4(shape, shape.wide, turns)
     if shape.mixer is not None:
         layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
@@ -272,22 +320,98 @@ def _step(
         head=_zeros(256, hidden, KINDS["int8_symmetric"]),
         epsilon=1e-5,
         logit_softcap=30.0 if shape.softcap else None,
+        layer_table=_layer_table(shape, len(layers), next(turns)),
+        streams=_streams(shape, next(turns)),
     )
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
-    host = allocate(
-        format=format,
-        blocks=4,
-        layers=sum(layer.mixer is None for layer in layers),
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        latent=shape.latent,
-    )
-    pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
+    pools = _pools(shape, format, layers)
     mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
         pools.append(DeviceStates.like(states, "cpu"))
     return DeviceStep(weights, [RopeTable(angles, angles)], pools, "cpu"), pools
+
+
+def _pools(shape: Shape, format: KVFormat, layers: Sequence[LayerWeights]) -> list[DevicePool]:
+    """Return pools of K and V for the layers that attend; wide ones have their own."""
+    kinds = [(shape.kv_heads, shape.head_dim)] + ([shape.wide[:2]] if shape.wide else [])
+    return [
+        DeviceBlocks.like(
+            allocate(
+                format=format,
+                blocks=4,
+                layers=sum(pool in layer.pools and layer.mixer is None for layer in layers),
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                latent=shape.latent,
+            ),
+            "cpu",
+        )
+        for pool, (kv_heads, head_dim) in enumerate(kinds)
+    ]
+
+
+def _gemma4(shape: Shape, wide: tuple[int, int, bool], turns: Iterator[Kind]) -> list[LayerWeights]:
+    """Return layers of both widths of heads, and those that read their K and V."""
+    other = replace(shape, kv_heads=wide[0], head_dim=wide[1])
+    layers = []
+    for index in range(4 if shape.layer_width else 2):
+        here = other if index % 2 else shape
+        layer = replace(_layer(here, turns), pool=index % 2, output_scale=0.5, scale=1.0)
+        if index > 1:
+            layer = replace(layer, k=None, v=None, kv_from=index - 2)
+        elif wide[2] and index % 2:
+            layer = replace(layer, v=None)
+        if shape.layer_width:
+            layer = replace(layer, input=_input(shape, turns))
+        if shape.streams > 1:
+            layer = _with_streams(shape, layer, turns)
+            layer = replace(layer, output_scale=1.0, cutoff=1.6 if index % 2 else None)
+        layers.append(layer)
+    return layers
+
+
+def _with_streams(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer with a laurel of rank 64, and weights around streams."""
+    hidden, count = shape.hidden, shape.streams
+    ones = np.ones(hidden, np.float32)
+    return replace(
+        layer,
+        laurel=Laurel(
+            left=_zeros(64, hidden, next(turns)),
+            right=_zeros(hidden, 64, KINDS["int8_symmetric"]),
+            post_norm=ones,
+        ),
+        altup=AltUpWeights(
+            router_norm=ones,
+            router=np.ones((count, hidden), np.float32),
+            predict=np.ones((count * count, count), np.float32),
+            correct=np.ones((count, count), np.float32),
+            scale=ones,
+        ),
+    )
+
+
+def _input(shape: Shape, turns: Iterator[Kind]) -> LayerInput:
+    width, hidden = shape.layer_width, shape.hidden
+    context, gate = (_zeros(width, hidden, next(turns)) for _ in range(2))
+    output = _zeros(hidden, width, next(turns))
+    ones = np.ones(hidden, np.float32)
+    return LayerInput(context=context, gate=gate, output=output, post_norm=ones)
+
+
+def _streams(shape: Shape, kind: Kind) -> Streams | None:
+    if shape.streams == 1:
+        return None
+    enter, leave = (_zeros((shape.streams - 1) * shape.hidden, shape.hidden, kind) for _ in "ab")
+    return Streams(enter=enter, leave=leave)
+
+
+def _layer_table(shape: Shape, layers: int, kind: Kind) -> LayerTable | None:
+    if not shape.layer_width:
+        return None
+    table = _zeros(16 * layers, shape.layer_width, kind)
+    return LayerTable(table=table, norm=np.ones(shape.layer_width, np.float32))
 
 
 def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
@@ -398,6 +522,11 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         shared_up=panels(shape.shared, hidden) if shape.shared else None,
         shared_down=panels(hidden, shape.shared) if shape.shared else None,
         shared_router=vector(hidden, shape.share),
+        expert_scale=vector(experts, shape.routing is not None and shape.routing.scaled),
+        shared_post_norm=vector(hidden, shape.mlp_beside),
+        experts_post_norm=vector(hidden, shape.mlp_beside),
+        experts_norm=vector(hidden, shape.mlp_beside),
+        router_norm=vector(hidden, shape.mlp_beside),
         sinks=vector(shape.heads, shape.sinks),
         head_norms=_head_norms(shape),
         activation=shape.activation,
@@ -411,7 +540,13 @@ def _head_norms(shape: Shape) -> HeadNorms | None:
         return None
     heads = (shape.heads, shape.kv_heads) if order == "whole" else (1, 1)
     q, k = (np.ones(count * shape.head_dim, np.float32) for count in heads)
-    return HeadNorms(q=q, k=k, epsilon=1e-5, after_rope=order == "after_rope")
+    return HeadNorms(
+        q=q,
+        k=k,
+        epsilon=1e-5,
+        after_rope=order == "after_rope",
+        values=shape.wide is not None,
+    )
 
 
 def _zeros(outputs: int, inputs: int, kind: Kind) -> PackedWeights:

@@ -12,7 +12,7 @@ from edgellm.store.precision_support import needs_host
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = (
     *("gemma3_text", "qwen3_moe_mixed", "gpt_oss", "lfm2_narrow", "qwen3_5_text_even"),
-    *("falcon_h1", "glm4_moe_lite"),
+    *("falcon_h1", "glm4_moe_lite", "gemma4_text", "gemma4_experts"),
 )
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
