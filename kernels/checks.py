@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sealed_blocks import sealed_end
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, sealed_end
 
 
 def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
@@ -64,6 +64,19 @@ def sealed_ids(table: BlockTable, blocks: SealedBlocks, *, tokens: int) -> NDArr
     if needed > max(1, len(ids)):
         raise ValueError(f"a table of {len(ids)} sealed blocks; needed are those before {needed}")
     return ids
+
+
+def check_kv_read(tokens: int, format: str) -> None:
+    """Refuse a number of tokens to read that is too small, or of blocks without bounds of keys.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    if format != CHOSEN_FORMAT or tokens < LEAST_READ:
+        raise ValueError(
+            f"{tokens} tokens to read of {format}; needed are {LEAST_READ} or more of "
+            f"{CHOSEN_FORMAT}"
+        )
 
 
 def floats(array: NDArray[Any], shape: tuple[int, ...], what: str) -> NDArray[np.float32]:

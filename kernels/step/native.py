@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import block_ids, check_kv_read, check_rope, indices, sealed_ids
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
@@ -139,7 +139,7 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start")),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start", "kv_read")),
     ]
 
 
@@ -389,6 +389,7 @@ class FusedStep:
                         span.start,
                         span.logit_rows,
                         span.adapter_start,
+                        span.kv_read or 0,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )
@@ -468,7 +469,7 @@ class FusedStep:
         """Return a span's block ids in each pool, after checks.
 
         Raises:
-            ValueError: a block or position does not exist.
+            ValueError: a block or position does not exist, or `kv_read` is refused.
         """
         count = len(span.tokens)
         if span.start + count > self._positions:
@@ -478,6 +479,8 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
+                if span.kv_read is not None:
+                    check_kv_read(span.kv_read, pool.format)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))
