@@ -273,8 +273,13 @@ def allocate(
         recent: number of last blocks that a row sees beside the first one; 0: all.
 
     Raises:
-        ValueError: `key_offset` has another dtype or shape.
+        ValueError: `key_offset` has another dtype or shape, or a format that seals blocks is to have
+            recent ones alone.
     """
+    if recent and format in SEALED:
+        raise ValueError(
+            f"{format} with {recent} recent blocks; needed is a format without sealing"
+        )
     if key_offset is not None:
         shape = layers, kv_heads, head_dim
         if key_offset.dtype != np.float32 or key_offset.shape != shape:

@@ -41,6 +41,26 @@ def with_sealed(
     return read
 
 
+def best_blocks(q: NDArray[np.floating], keys: Floats, position: int, kv_read: int) -> list[int]:
+    """Return the numbers of the blocks that a row at `position` reads for one KV head.
+
+    Args:
+        q: queries of the heads that share it, `[G, D]`.
+        keys: keys as the row reads them, `[position + 1, D]`: the first and the last row of a
+            channel's codes are in each sealed block.
+    """
+    own, most = position // BLOCK, kv_read // BLOCK
+    if own < most:
+        return list(range(own + 1))
+
+    def bound(block: int) -> float:
+        rows = keys[block * BLOCK : (block + 1) * BLOCK]
+        return float(np.maximum(q * rows.min(0), q * rows.max(0)).sum(1).max())
+
+    ordered = sorted(range(1, sealed_end(position + 1)), key=bound, reverse=True)
+    return [0, *sorted(ordered[: most - 3]), own - 1, own]
+
+
 def value_row(row: Floats) -> Floats:
     """Round the int8 codes of a row to odd numbers -15 .. 15, and fit their scale."""
     codes, scale = quantize_row(row)

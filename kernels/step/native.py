@@ -139,7 +139,10 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start", "kv_read")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("rows", "start", "logit_rows", "adapter_start", "kv_read")
+        ),
     ]
 
 
