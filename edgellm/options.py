@@ -16,6 +16,7 @@ from edgellm.backends.schedule import POLICIES, Policy
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
 NO_DRAFT = "none"
@@ -51,6 +52,7 @@ class EngineArguments(TypedDict, total=False):
     decode: str
     prefill: str
     kv_format: KVFormat
+    kv_read: int | None
     ctx_size: int | None
     cache_size: int | None
     memory_limit_bytes: int | None
@@ -91,6 +93,10 @@ class EngineOptions:
             two later ones have begun, with the native kernels alone, and for models without
             windows, latents and states. Under these, what stays of a context that shifts is
             computed again.
+        kv_read: with k4v4, tokens that each token of an answer reads at most of its context, in
+            whole blocks: the first, the last two, and the packed ones that matter most to it, in
+            each layer but the first two. Prompts read all, and nothing is forgotten. What an answer
+            has computed so is for its own session alone. None: all.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.
@@ -138,6 +144,7 @@ class EngineOptions:
     decode: str = AUTO
     prefill: str = AUTO
     kv_format: KVFormat = "int8"
+    kv_read: int | None = None
     ctx_size: int | None = None
     cache_size: int | None = None
     memory_limit_bytes: int | None = None
@@ -178,6 +185,13 @@ class EngineOptions:
 
     def _check_values(self) -> None:
         check_choice("kv_format", self.kv_format, KV_FORMATS)
+        if self.kv_read is not None:
+            check_number("kv_read", self.kv_read, LEAST_READ, whole=True)
+            if self.kv_format != CHOSEN_FORMAT:
+                raise OptionError(
+                    f"`kv_read` is {self.kv_read} and `kv_format` {self.kv_format!r}: blocks that "
+                    f"matter are told by {CHOSEN_FORMAT} alone; take that, or leave out `kv_read`"
+                )
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)
         check_flag("allow_fallback", self.allow_fallback)

@@ -114,9 +114,9 @@ class KVBlocks:
     """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
     `key_offset` belongs to the model, and is not among `arrays`, nor are the sealed blocks of the
-    same layers. `latent` is the width of latents in place of V, or 0. `recent` is the number of last
-    blocks that a row sees beside the first one, its own among them, in C++ alone; 0: all. Methods
-    take and return rows as the numbers that a scale multiplies: int8 codes, or floats.
+    same layers. `latent` is the width of latents in place of V, or 0. `recent` is the number of
+    last blocks that a row sees beside the first one, its own among them, in C++ alone; 0: all.
+    Methods take and return rows as the numbers that a scale multiplies: int8 codes, or floats.
     """
 
     format: KVFormat
@@ -273,7 +273,7 @@ def allocate(
         recent: number of last blocks that a row sees beside the first one; 0: all.
 
     Raises:
-        ValueError: `key_offset` has another dtype or shape, or a format that seals blocks is to have
+        ValueError: `key_offset` has another dtype or shape, or a format that seals blocks has
             recent ones alone.
     """
     if recent and format in SEALED:

@@ -36,6 +36,11 @@ CHOSEN_FORMAT = "k4v4"
 LEAST_READ = 4 * BLOCK
 
 
+def first_choosing(kv_read: int) -> int:
+    """Return the first position whose row reads a part of what it sees."""
+    return kv_read // BLOCK * BLOCK
+
+
 def sealed_end(tokens: int) -> int:
     """Return the number behind the last sealed block of `tokens` tokens; the first one is 1."""
     return max(1, (tokens - 1) // BLOCK - 1)
