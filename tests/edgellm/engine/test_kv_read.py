@@ -23,8 +23,8 @@ READ = 4 * BLOCK
 
 
 @pytest.fixture(scope="module")
-def bundle(tiny_model: Path) -> str:
-    return str(load(str(tiny_model)).engine.bundle.path)
+def bundle(deep_model: Path) -> str:
+    return str(load(str(deep_model)).engine.bundle.path)
 
 
 def start(bundle: str, kv_read: int | None = READ, **options: Any) -> LLM:
@@ -83,9 +83,9 @@ def test_drafts(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> None:
-    """Before and behind the place from which on they choose, and with the one token there."""
-    options = {**ANSWER, "max_tokens": 200}
-    calls = [([i, *TOKENS[: READ - 100 + i]], options) for i in range(4)]
+    """Before and behind the place from which on they choose."""
+    options = {**ANSWER, "max_tokens": 330}
+    calls = [([i, *TOKENS[: 250 + 60 * (i % 2)]], options) for i in range(4)]
     small = start(bundle, cache_size=1024, scheduling=scheduling)
     found = together(small, calls)
     assert sum(answer.stats.preempted for answer in found) > 0
