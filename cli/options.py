@@ -21,6 +21,7 @@ from edgellm.models import DEFAULT_MODEL
 from edgellm.options import (
     DECODE_BACKENDS,
     KV_FORMATS,
+    KV_POLICIES,
     POLICIES,
     PREFILL_PRECISIONS,
     SCHEDULING,
@@ -102,6 +103,20 @@ _LOADING = (
         metavar="N",
         help="With k4v4: tokens that each token of an answer reads at most, those of its context "
         "that matter most to it; prompts read all.  [default: all]",
+    ),
+    click.option(
+        "--kv-budget",
+        type=int,
+        metavar="N",
+        help="Tokens of a context that the KV cache keeps at most (C++ kernels alone); others are "
+        "forgotten.  [default: all]",
+    ),
+    click.option(
+        "--kv-policy",
+        type=click.Choice(KV_POLICIES),
+        default=EngineOptions.kv_policy,
+        show_default=True,
+        help="Which ones it keeps: the first 128, and the last.",
     ),
     click.option(
         "--prefill",

@@ -40,7 +40,8 @@ def test_a_number_as_large_as_the_context_reads_all(bundle: str) -> None:
     expected = start(bundle, None).generate(TOKENS, **ANSWER)
     same(start(bundle, 1024).generate(TOKENS, **ANSWER), expected)
     found = start(bundle).generate(TOKENS, **ANSWER)
-    assert found.logprobs is not None and expected.logprobs is not None
+    assert found.logprobs is not None
+    assert expected.logprobs is not None
     assert found.logprobs[0] == expected.logprobs[0]  # of the prompt's last row
     assert found.logprobs[1] != expected.logprobs[1]
 
@@ -97,7 +98,8 @@ def test_a_context_that_shifts_is_computed_again(bundle: str) -> None:
     llm = start(bundle)
     options = {**ANSWER, "max_tokens": 300, "context_policy": "shift"}
     found = llm.generate(TOKENS, **options)
-    assert found.stats.dropped_tokens > 0 and len(found.tokens) == 300
+    assert found.stats.dropped_tokens > 0
+    assert len(found.tokens) == 300
     same(start(bundle).generate(TOKENS, **options), found)
 
 
