@@ -15,6 +15,9 @@ from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, sealed_end
 
+# Query heads of a KV head that choose together: the rows of a task of attention.
+MOST_CHOOSING = 96
+
 
 def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
     """Return `values` as an int64 array, after a check that each is from 0 to `count - 1`.
@@ -66,16 +69,19 @@ def sealed_ids(table: BlockTable, blocks: SealedBlocks, *, tokens: int) -> NDArr
     return ids
 
 
-def check_kv_read(tokens: int, format: str) -> None:
-    """Refuse a number of tokens to read that is too small, or of blocks without bounds of keys.
+def check_kv_read(tokens: int, format: str, group: int) -> None:
+    """Refuse a number of tokens to read that is too small, or a cache whose blocks are not chosen.
+
+    Args:
+        group: number of query heads for each KV head.
 
     Raises:
         ValueError: it is refused.
     """
-    if format != CHOSEN_FORMAT or tokens < LEAST_READ:
+    if format != CHOSEN_FORMAT or tokens < LEAST_READ or group > MOST_CHOOSING:
         raise ValueError(
-            f"{tokens} tokens to read of {format}; needed are {LEAST_READ} or more of "
-            f"{CHOSEN_FORMAT}"
+            f"{tokens} tokens to read of {format} for {group} heads of each KV head; needed are "
+            f"{LEAST_READ} or more of {CHOSEN_FORMAT} for {MOST_CHOOSING} at most"
         )
 
 

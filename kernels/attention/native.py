@@ -65,7 +65,7 @@ def attend(
     elif blocks.format in SEALED:
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
     if kv_read is not None:
-        check_kv_read(kv_read, blocks.format)
+        check_kv_read(kv_read, blocks.format, heads // blocks.kv_heads)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids, into),

@@ -139,10 +139,8 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("rows", "start", "logit_rows", "adapter_start", "kv_read")
-        ),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
+        *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
     ]
 
 
@@ -364,8 +362,7 @@ class FusedStep:
         states_of = [self._states(span) for span in spans]
         rows = sum(span.logit_rows for span in spans)
         layers, hidden = len(weights.layers), weights.embedding.inputs
-        if group is None:
-            group = LayerGroup(layers=range(layers))
+        group = group or LayerGroup(layers=range(layers))
         width = weights.stream_count * hidden
         check_group(group, layers=layers, rows=len(ids), width=width, logit_rows=rows)
         errors: list[BaseException] = []
@@ -410,8 +407,7 @@ class FusedStep:
             group.layers.start,
             group.layers.stop,
         )
-        needed = self._library.edgellm_step_workspace(ctypes.byref(call))
-        workspace = self._workspace(needed)
+        workspace = self._workspace(self._library.edgellm_step_workspace(ctypes.byref(call)))
         call.workspace = address(workspace)
         done = self._library.edgellm_step(ctypes.byref(call))
         self._workspaces.append(workspace)
@@ -483,7 +479,8 @@ class FusedStep:
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
                 if span.kv_read is not None:
-                    check_kv_read(span.kv_read, pool.format)
+                    group = self._weights.most_heads // pool.kv_heads
+                    check_kv_read(span.kv_read, pool.format, group)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
             lambda: sealing.seal(native_library, blocks, TABLE, SEALED_TABLE, 1, range(6, 7)),
         ),
         (
-            "needed are 512 or more of k4v4",
+            "511 tokens to read of k4v4 for 1 heads",
             lambda: attend(native_library, blocks, q, 3 * BLOCK, kv_read=511),
         ),
         (
