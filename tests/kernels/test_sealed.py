@@ -107,7 +107,7 @@ def test_company_makes_no_difference(compiled: ctypes.CDLL, format: KVFormat, th
 def test_rows_read_the_best_blocks_alone(
     use_isa: UseISA, heads: int, kv_heads: int, head_dim: int, kv_read: int
 ) -> None:
-    """As the reference says which they are; nothing else of the other blocks is read."""
+    """As the reference says which they are; values of the other blocks are not read."""
     k, v = rows(8 * BLOCK, kv_heads, head_dim)
     k += 2 * np.random.default_rng(3).standard_normal((8, 1, 1, head_dim)).repeat(BLOCK, 0)[:, 0]
     k = k.astype(np.float32)
@@ -150,12 +150,11 @@ def test_rows_read_the_best_blocks_alone(
 
 
 def lose(blocks: KVBlocks, read: list[list[int]], end: int) -> None:
-    """Break what sealed blocks have beside the bounds of their keys, where KV heads do not read."""
+    """Break the values of sealed blocks, where KV heads do not read."""
     assert blocks.sealed is not None
     for head, numbers in enumerate(read):
         for number in set(range(1, end)) - set(numbers):
             block = SEALED_TABLE[number]
-            blocks.sealed.k[block, 1, head] = 255
             blocks.sealed.v[block, 1, head] = 255
             blocks.sealed.v_scale[block, 1, head] = np.nan
 
