@@ -33,41 +33,69 @@ inline Quads largest_quads(const float* q, int heads, const float* half, int wid
     return quads;
 }
 
-// The largest score of a query with the keys of a block, whose other channels count as their middles.
-inline float likely_score(const float* q, const float* half, const uint8_t* keys, int width, const Quads& quads) {
-    Vec sum = {};
+// The largest score of each of R queries with the keys of a block, whose other channels count as their middles; the
+// largest of all. `near` [R, 8 quads] are the queries' numbers in the channels that are looked at, quad after quad.
+template <int R>
+inline float likely_score(const float* q, const float* near, const float* half, const uint8_t* keys, int width,
+                          const Quads& quads) {
+    constexpr int MOST = edgellm::MAX_HEAD_DIM / 4 + LANES;
+    const int looked = 8 * quads.count;
+    float ranges[MOST];
+    for (int n = 0; n < quads.count; ++n) {
+        std::memcpy(ranges + 8 * n, half + 4 * quads.numbers[n], 16);
+        std::memcpy(ranges + 8 * n + 4, half + 4 * quads.numbers[n] + width / 2, 16);
+    }
+    int8_t codes[R][MOST];
+    float shift[R], unit[R];
+    int total[R];
+    Vec sum[R] = {};
     for (int d = 0; d < width; d += LANES) {
         const int count = std::min(LANES, width - d);
-        sum += load_some(q + d, count) * load_some(half + width + d, count);
+        const Vec middle = load_some(half + width + d, count);
+        unrolled<R>([&](int r) EDGELLM_INLINED { sum[r] += load_some(q + size_t(r) * width + d, count) * middle; });
     }
-    float factors[edgellm::MAX_HEAD_DIM / 4], top = 0;
-    for (int n = 0; n < quads.count; ++n)
-        for (int i = 0; i < 8; ++i) {
-            const int d = 4 * quads.numbers[n] + i % 4 + i / 4 * (width / 2);
-            factors[8 * n + i] = q[d] * half[d];
-            top = std::max(top, std::fabs(factors[8 * n + i]));
+    unrolled<R>([&](int r) EDGELLM_INLINED {
+        float factors[MOST];
+        IVec largest = {}, codes_sum = {};
+        for (int i = 0; i < looked; i += LANES) {
+            const int count = std::min(LANES, looked - i);
+            const Vec factor = load_some(near + r * looked + i, count) * load_some(ranges + i, count);
+            largest = larger(size_bits(factor), largest);
+            store(factors + i, factor);
         }
-    const float shift = sum_of(sum);
-    if (!(top > 1e-30f && top < FLT_MAX)) return shift;
-    int8_t codes[edgellm::MAX_HEAD_DIM / 4];
-    int total = 0;
-    for (int i = 0; i < 8 * quads.count; ++i) {
-        const float x = factors[i] * (127 / top);
-        codes[i] = x == x ? static_cast<int8_t>(x + (x < 0 ? -0.5f : 0.5f)) : 0;
-        total += codes[i];
-    }
-    IVec most = splat_int(INT32_MIN);
+        const float top = finite_or_nan(max_of(largest));
+        const bool there = top > 1e-30f;  // not so of a broken query, which the first block shows
+        unit[r] = there ? top / 127 : 0;
+        const Vec inverse = splat(there ? 127 / top : 0), none = {};
+        for (int i = 0; i < looked; i += LANES) {
+            const Vec x = nearest(load(factors + i) * inverse);
+            const IVec code = __builtin_convertvector(there ? x : none, IVec);
+            store_narrow(codes[r] + i, code);
+            codes_sum += code;
+        }
+        total[r] = sum_of(codes_sum);
+        shift[r] = sum_of(sum[r]);
+    });
+    IVec most[R];
+    unrolled<R>([&](int r) { most[r] = splat_int(INT32_MIN); });
     for (int j = 0; j < edgellm::BLOCK; j += LANES) {
         const uint8_t* panel = keys + edgellm::KV::key_place(j, 0, width / 2);
-        IVec score = {};
+        IVec score[R] = {};
         for (int n = 0; n < quads.count; ++n) {
             const Bytes both = load_bytes(panel + 4 * edgellm::KEYS * quads.numbers[n]);
-            score = dot(score, low_halves(both), splat_quad(codes + 8 * n));
-            score = dot(score, high_halves(both), splat_quad(codes + 8 * n + 4));
+            const Bytes low = low_halves(both), high = high_halves(both);
+            unrolled<R>([&](int r) EDGELLM_INLINED {
+                score[r] = dot(score[r], low, splat_quad(codes[r] + 8 * n));
+                score[r] = dot(score[r], high, splat_quad(codes[r] + 8 * n + 4));
+            });
         }
-        most = larger(score, most);
+        unrolled<R>([&](int r) { most[r] = larger(score[r], most[r]); });
     }
-    return shift + static_cast<float>(2 * max_of(most) - 15 * total) * (top / 127);
+    float result = -INFINITY;
+    unrolled<R>([&](int r) {
+        result = std::max(result, shift[r] + static_cast<float>(2 * max_of(most[r]) - 15 * total[r]) * unit[r]);
+    });
+    return result;
 }
 
 // Blocks that the first token of a task reads, for all heads that share a KV head: the first one, the last two, and the
@@ -86,21 +114,33 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
         int32_t block;
     };
     const int end = edgellm::KV::sealed_end(position + 1);
-    Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(end)));
     const float* q = queries.q + (size_t(token) * queries.heads + size_t(task.kv_head) * group) * width;
     const auto row_of = [&](int block) { return kv.first_row_in(kv.sealed.table[block], task.layer, task.kv_head); };
     const auto half_of = [&](size_t row) { return kv.sealed.k_scale + row / edgellm::BLOCK * 2 * width; };
     const auto keys_of = [&](size_t row) { return static_cast<const uint8_t*>(kv.sealed.k) + row * width / 2; };
     const Quads quads = largest_quads(q, group, half_of(row_of(end - 1)), width);
+    const int looked = 8 * quads.count;
+    Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(end) + 4 * size_t(group) * looked));
+    float* near = reinterpret_cast<float*>(scored + end);
+    for (int h = 0; h < group; ++h)
+        for (int i = 0; i < looked; ++i)
+            near[h * looked + i] = q[h * width + 4 * quads.numbers[i / 8] + i % 4 + i / 4 % 2 * (width / 2)];
     for (int block = 1; block < end; ++block) {
         const size_t row = row_of(block), ahead = row_of(std::min(block + 1, end - 1));
         for (int d = 0; d < 2 * width; d += 16) fetch(half_of(ahead) + d);
         for (int j = 0; j < edgellm::BLOCK; j += edgellm::KEYS)
             for (int n = 0; n < quads.count; ++n)
                 fetch(keys_of(ahead) + edgellm::KV::key_place(j, 4 * quads.numbers[n], width / 2));
-        float most = -INFINITY;  // also of a broken query, which the first block shows
-        for (int h = 0; h < group; ++h)
-            most = std::max(most, likely_score(q + size_t(h) * width, half_of(row), keys_of(row), width, quads));
+        float most = -INFINITY;
+        const auto look = [&](auto rows, int h) {
+            const float score = likely_score<decltype(rows)::value>(q + size_t(h) * width, near + size_t(h) * looked,
+                                                                     half_of(row), keys_of(row), width, quads);
+            most = std::max(most, score);
+        };
+        int h = 0;
+        for (; h + 4 <= group; h += 4) look(std::integral_constant<int, 4>{}, h);
+        for (; h + 2 <= group; h += 2) look(std::integral_constant<int, 2>{}, h);
+        if (h < group) look(std::integral_constant<int, 1>{}, h);
         scored[block - 1] = {most, block};
     }
     std::nth_element(scored, scored + best, scored + end - 1, [](const Scored& a, const Scored& b) {

@@ -60,7 +60,7 @@ def best_blocks(q: NDArray[np.floating], keys: Floats, position: int, kv_read: i
         half, middle, steps = _lines(keys, block)
         factors = np.where(channels, q * half, 0)
         unit = np.abs(factors).max(1, keepdims=True) / 127
-        codes = np.copysign(np.floor(np.abs(factors / unit) + 0.5), factors)
+        codes = np.rint(factors / unit)
         return float(((steps @ codes.T).max(0) * unit[:, 0] + q @ middle).max())
 
     ordered = sorted(range(1, end), key=likely, reverse=True)

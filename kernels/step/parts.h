@@ -14,4 +14,7 @@
 #include "../altup/cpu.h"
 #include "../short_conv/cpu.h"
 #include "../mamba2/cpu.h"
+#include "buffers.h"
+#include "rows.h"
+#include "mixers.h"
 #include "cpu.h"

@@ -18,7 +18,6 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 from waiting import until
 
 from edgellm.backends.batch import Span
-from edgellm.batch import BatchRequest
 from edgellm.engine.adapters import adapter_bytes
 from edgellm.errors import (
     EdgeLLMError,
@@ -28,6 +27,7 @@ from edgellm.errors import (
     SessionFileError,
     UnsupportedModelError,
 )
+from edgellm.generation import BatchRequest
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
