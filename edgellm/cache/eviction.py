@@ -1,7 +1,7 @@
 """Eviction policies: which blocks of a long context stay in the KV cache, within a budget.
 
 What a row sees depends on its position alone. So its K and V are the same however a prompt is cut
-and whoever computed it first, and prefixes, forks and rewinds are exact, as with sliding windows.
+and by which request, and prefixes, forks and rewinds are exact, as with sliding windows.
 Positions stay those of the text.
 """
 
