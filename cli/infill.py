@@ -7,9 +7,10 @@ from pathlib import Path
 import click
 
 from edgellm import GenerationArguments, LoadArguments
-from edgellm.cli.options import draft_options, load_options, model_argument, sampling_options
+from edgellm.cli.options import draft_options, load_options, model_argument
 from edgellm.cli.output import shown_stats
 from edgellm.cli.run import fill
+from edgellm.cli.sampling_options import sampling_options
 from edgellm.cli.text import read_text
 from edgellm.errors import OptionError
 from edgellm.infill import ORDERS, Gap, Order

@@ -17,11 +17,11 @@ from edgellm.cli.config import path_and_scale, read_config
 from edgellm.cli.llama_cpp_flags import KV_TYPES, ignored_options
 from edgellm.cli.text import parse_size, say
 from edgellm.errors import OptionError
-from edgellm.generation_options import CONTEXT_POLICIES, SAMPLERS, GenerationArguments
 from edgellm.models import DEFAULT_MODEL
 from edgellm.options import (
     DECODE_BACKENDS,
     KV_FORMATS,
+    KV_POLICIES,
     POLICIES,
     PREFILL_PRECISIONS,
     SCHEDULING,
@@ -37,7 +37,7 @@ _NAMED = "edgellm.named"
 STDIN = "-"
 
 
-def _all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Command], Command]:
+def all_of(options: Iterable[Callable[[Command], Command]]) -> Callable[[Command], Command]:
     """Return a decorator that adds options to a command, in their order."""
 
     def add(command: Command) -> Command:
@@ -96,6 +96,27 @@ _LOADING = (
         show_default=True,
         help="How the KV cache is stored: k4v4 halves int8 of long texts, k8v4 saves a quarter "
         "(C++ kernels alone); int4 halves it for all models, and costs quality.",
+    ),
+    click.option(
+        "--kv-read",
+        type=int,
+        metavar="N",
+        help="With k4v4: tokens that each token of an answer reads at most, those of its context "
+        "that matter most to it; prompts read all.  [default: all]",
+    ),
+    click.option(
+        "--kv-budget",
+        type=int,
+        metavar="N",
+        help="Tokens of a context that the KV cache keeps at most (C++ kernels alone); others are "
+        "forgotten.  [default: all]",
+    ),
+    click.option(
+        "--kv-policy",
+        type=click.Choice(KV_POLICIES),
+        default=EngineOptions.kv_policy,
+        show_default=True,
+        help="Which ones it keeps: the first 128, and the last.",
     ),
     click.option(
         "--prefill",
@@ -269,7 +290,7 @@ def chosen_adapter(name: str | None) -> str | None:
 
 def draft_options(command: Command) -> Command:
     """Add options for a draft model to a command that answers; passed on by `load_options`."""
-    return _all_of(_DRAFTS)(command)
+    return all_of(_DRAFTS)(command)
 
 
 def load_options(command: Command) -> Command:
@@ -281,7 +302,7 @@ def load_options(command: Command) -> Command:
     """
 
     @ignored_options
-    @_all_of(_LOADING)
+    @all_of(_LOADING)
     @functools.wraps(command)
     def wrapped(
         *,
@@ -323,157 +344,11 @@ def load_options(command: Command) -> Command:
     return wrapped
 
 
-_SAMPLING = (
-    click.option(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "--max-tokens",
-        "max_tokens",
-        type=click.IntRange(min=-1),
-        help="Tokens to generate at most; -1 goes on to the answer's end.  [default: -1]",
-    ),
-    click.option(
-        "--context-policy",
-        type=click.Choice(CONTEXT_POLICIES),
-        help="In a full context: end, or shift: forget the older half and go on.  [default: error]",
-    ),
-    click.option("--keep", type=int, help="First tokens that shift never forgets.  [default: 4]"),
-    click.option("--temp", "--temperature", "temperature", type=float, help="0 is greedy."),
-    click.option("--top-k", type=int, help="Keep the k most likely tokens; 0 keeps all."),
-    click.option("--top-p", type=float, help="Keep the tokens that make up this probability."),
-    click.option("--min-p", type=float, help="Keep tokens this probable relative to the first."),
-    click.option("--repeat-penalty", type=float, help="Penalty of recent tokens; 1 is none."),
-    click.option("--repeat-last-n", type=int, help="How many tokens are recent; -1 all."),
-    click.option("--presence-penalty", type=float, help="Subtracted for each recent token."),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each occurrence."),
-    click.option("--typical", "--typical-p", "typical_p", type=float, help="Keep typical tokens."),
-    click.option(
-        "--top-n-sigma",
-        "--top-nsigma",
-        "top_n_sigma",
-        type=float,
-        help="Keep logits so many standard deviations below the highest.",
-    ),
-    click.option("--xtc-probability", type=float, help="How often the top tokens are left out."),
-    click.option("--xtc-threshold", type=float, help="Least probability of those."),
-    click.option("--dynatemp-range", type=float, help="Let the temperature vary with the entropy."),
-    click.option("--dynatemp-exp", "dynatemp_exponent", type=float, help="Power of the entropy."),
-    click.option("--dry-multiplier", type=float, help="Penalty of repetitions (DRY); 0 is none."),
-    click.option("--dry-base", type=float, help="How the penalty grows with their length."),
-    click.option("--dry-allowed-length", type=int, help="Length that has no penalty yet."),
-    click.option("--dry-penalty-last-n", type=int, help="Where they are looked for; -1 all."),
-    click.option(
-        "--dry-sequence-breaker",
-        "dry_sequence_breakers",
-        multiple=True,
-        metavar="TEXT",
-        help='Text that ends repetitions; may be repeated; "none" for none.',
-    ),
-    click.option("--mirostat", type=int, help="2: keep the mean surprise of tokens at a target."),
-    click.option("--mirostat-ent", "mirostat_tau", type=float, help="That target, in bits."),
-    click.option("--mirostat-lr", "mirostat_eta", type=float, help="Its learning rate."),
-    click.option("--min-keep", type=int, help="Tokens that samplers leave at least."),
-    click.option(
-        "--samplers",
-        metavar="NAMES",
-        help="The samplers to use, in order, with ; between them.  "
-        "[default: " + ";".join(SAMPLERS) + "]",
-    ),
-    click.option(
-        "-l",
-        "--logit-bias",
-        multiple=True,
-        metavar="TOKEN(+/-)BIAS",
-        help="Change a token's logit, e.g. 29905-100; may be repeated.",
-    ),
-    click.option(
-        "-s",
-        "--seed",
-        type=click.IntRange(min=-1),
-        help="The same seed gives the same text; -1 draws one.",
-    ),
-    click.option(
-        "-r",
-        "--reverse-prompt",
-        "--stop",
-        "stop",
-        multiple=True,
-        help="A text that ends the answer; may be repeated.",
-    ),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Never take an end token."),
-    click.option(
-        "--repetition-limit",
-        type=int,
-        help="End an endless answer that repeats itself for so many tokens; 0 never.  "
-        "[default: 256]",
-    ),
-    click.option(
-        "--speculate/--no-speculate",
-        default=None,
-        help="Check guesses of several tokens at once; the answer is the same.  "
-        "[default: speculate]",
-    ),
-    click.option(
-        "--adapter",
-        metavar="NAME",
-        help="The adapter of --lora to answer with.  [default: the only one]",
-    ),
-    click.option(
-        "--speculate-most",
-        type=int,
-        help="Tokens guessed for one step at most.  [default: as many as pay]",
-    ),
-)
-
-
-def sampling_options(command: Command) -> Command:
-    """Add options for choosing tokens to a command; given options are passed on as `sampling`."""
-    names = list(GenerationArguments.__annotations__)
-
-    @_all_of(_SAMPLING)
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> Any:
-        source = click.get_current_context().get_parameter_source
-        chosen = {
-            name: value
-            for name in names
-            for value in (given.pop(name, None),)
-            if source(name) not in (None, ParameterSource.DEFAULT)
-        }
-        adapter = chosen_adapter(chosen.get("adapter"))
-        if adapter is not None:
-            chosen["adapter"] = adapter
-        if "logit_bias" in chosen:
-            chosen["logit_bias"] = dict(map(_parse_bias, chosen["logit_bias"]))
-        for name in ("stop", "dry_sequence_breakers"):
-            if name in chosen:
-                chosen[name] = list(chosen[name])
-        if chosen.get("dry_sequence_breakers") == ["none"]:
-            chosen["dry_sequence_breakers"] = []
-        if "samplers" in chosen:
-            chosen["samplers"] = [name for name in chosen["samplers"].split(";") if name]
-        for name in ("max_tokens", "seed"):
-            if chosen.get(name) == -1:
-                chosen[name] = None
-        return command(sampling=chosen, **given)
-
-    return wrapped
-
-
 def _parse_option(text: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not (key and separator):
         raise OptionError(f"provider option {text!r}: write KEY=VALUE, e.g. soc_model=60")
     return key, value
-
-
-def _parse_bias(text: str) -> tuple[int, float]:
-    cut = max(text.rfind("+"), text.rfind("-"))
-    try:
-        return int(text[:cut]), float(text[cut:])
-    except ValueError:
-        raise OptionError(f"logit bias {text!r}: write TOKEN+BIAS or TOKEN-BIAS") from None
 
 
 def say_if_kernels_are_missing() -> None:

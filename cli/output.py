@@ -339,7 +339,8 @@ def short_line(answer: Completion) -> str:
 def stats_line(stats: Stats, reason: FinishReason) -> str:
     """Return one line of timings, with the reason if the answer ended before its own end."""
     where = ", ".join(f"{n} on {name}" for name, n in stats.prefill.items())
-    dropped = f" | forgotten: {stats.dropped_tokens} tokens" if stats.dropped_tokens else ""
+    gone = stats.dropped_tokens + stats.evicted_tokens
+    dropped = f" | forgotten: {gone} tokens" if gone else ""
     ended = f" | ended: {_ENDED[reason]}" if reason in _ENDED else ""
     experts = ""
     if stats.experts is not None:

@@ -25,10 +25,10 @@ from edgellm.cli.options import (
     load_options,
     lora_options,
     model_argument,
-    sampling_options,
 )
 from edgellm.cli.output import ShownStats, end_shown_line, report, shown_stats, write
 from edgellm.cli.progress import loaded, progress_bar
+from edgellm.cli.sampling_options import sampling_options
 from edgellm.cli.text import process_escapes, read_text, say
 from edgellm.errors import OptionError, SourceError
 from edgellm.infill import Gap, Order

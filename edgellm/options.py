@@ -13,9 +13,17 @@ from typing import Literal, TypedDict, get_args
 from edgellm.backends.providers import CUDA, PROVIDERS
 from edgellm.backends.registry import AUTO, CHUNKED, DECODE_BACKENDS, NATIVE, STEPS
 from edgellm.backends.schedule import POLICIES, Policy
+from edgellm.cache.eviction import (
+    KV_POLICIES,
+    LEAST_BUDGET,
+    EvictionPolicy,
+    KVPolicy,
+    policy_of,
+)
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KV_FORMATS, KVFormat
+from edgellm.kernels.kv_blocks import KV_FORMATS, ROW_FORMATS, SEALED, KVFormat
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
 NO_DRAFT = "none"
@@ -24,6 +32,7 @@ MOST_DRAFTED = 63
 __all__ = [
     "DECODE_BACKENDS",
     "KV_FORMATS",
+    "KV_POLICIES",
     "MOST_DRAFTED",
     "NO_DRAFT",
     "POLICIES",
@@ -51,6 +60,9 @@ class EngineArguments(TypedDict, total=False):
     decode: str
     prefill: str
     kv_format: KVFormat
+    kv_read: int | None
+    kv_budget: int | None
+    kv_policy: KVPolicy
     ctx_size: int | None
     cache_size: int | None
     memory_limit_bytes: int | None
@@ -91,6 +103,14 @@ class EngineOptions:
             two later ones have begun, with the native kernels alone, and for models without
             windows, latents and states. Under these, what stays of a context that shifts is
             computed again.
+        kv_read: with k4v4, tokens that each token of an answer reads at most of its context, in
+            whole blocks: the first, the last two, and the packed ones that matter most to it, in
+            each layer but the first two. Prompts read all, and nothing is forgotten. What an answer
+            has computed so is for its own session alone. None: all.
+        kv_budget: tokens that a sequence holds at most in layers that see all positions, with the
+            native kernels alone and formats that pack no blocks. The others are forgotten, and what
+            stays of a context that shifts is computed again. None: all.
+        kv_policy: which ones stay. sinks: the first block of 128 tokens, and the last ones.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.
@@ -138,6 +158,9 @@ class EngineOptions:
     decode: str = AUTO
     prefill: str = AUTO
     kv_format: KVFormat = "int8"
+    kv_read: int | None = None
+    kv_budget: int | None = None
+    kv_policy: KVPolicy = "sinks"
     ctx_size: int | None = None
     cache_size: int | None = None
     memory_limit_bytes: int | None = None
@@ -178,6 +201,21 @@ class EngineOptions:
 
     def _check_values(self) -> None:
         check_choice("kv_format", self.kv_format, KV_FORMATS)
+        if self.kv_read is not None:
+            check_number("kv_read", self.kv_read, LEAST_READ, whole=True)
+            if self.kv_format != CHOSEN_FORMAT:
+                raise OptionError(
+                    f"`kv_read` is {self.kv_read} and `kv_format` {self.kv_format!r}: blocks that "
+                    f"matter are told by {CHOSEN_FORMAT} alone; take that, or leave out `kv_read`"
+                )
+        check_choice("kv_policy", self.kv_policy, KV_POLICIES)
+        if self.kv_budget is not None:
+            check_number("kv_budget", self.kv_budget, LEAST_BUDGET, whole=True)
+            if self.kv_format in SEALED:
+                raise OptionError(
+                    f"`kv_budget` is {self.kv_budget} and `kv_format` {self.kv_format!r}: what is "
+                    f"packed is not forgotten; take one of {', '.join(ROW_FORMATS)}"
+                )
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)
         check_flag("allow_fallback", self.allow_fallback)
@@ -207,6 +245,11 @@ class EngineOptions:
             raise OptionError(
                 f"`provider_options` is {self.provider_options!r}; a dict of texts is expected"
             )
+
+    @property
+    def eviction(self) -> EvictionPolicy | None:
+        """Policy of what stays in the KV cache; None: all does."""
+        return policy_of(self.kv_policy, self.kv_budget)
 
     def _check_precision(self) -> None:
         allowed = PREFILL_PRECISIONS

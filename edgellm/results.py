@@ -53,6 +53,8 @@ class Stats:
         draft_failure: name of a drafter that failed or had to stay out, and why, where the answer
             went on without it; else "".
         dropped_tokens: number of tokens forgotten because the context was full.
+        evicted_tokens: number of tokens behind the first ones that `kv_budget` had left out at the
+            end.
         queued_s: part of `ttft_s` before the prompt was begun, because other answers were first.
         preempted: number of times that the answer gave its place in the KV cache to others for a
             while.
@@ -79,6 +81,7 @@ class Stats:
     drafts: Mapping[str, DraftCounts] = field(default_factory=dict)
     draft_failure: str = ""
     dropped_tokens: int = 0
+    evicted_tokens: int = 0
     queued_s: float = 0.0
     preempted: int = 0
     experts: ExpertUse | None = None

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sealed_blocks import sealed_end
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, sealed_end
+
+# Query heads of a KV head that choose together: the rows of a task of attention.
+MOST_CHOOSING = 96
 
 
 def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
@@ -64,6 +67,22 @@ def sealed_ids(table: BlockTable, blocks: SealedBlocks, *, tokens: int) -> NDArr
     if needed > max(1, len(ids)):
         raise ValueError(f"a table of {len(ids)} sealed blocks; needed are those before {needed}")
     return ids
+
+
+def check_kv_read(tokens: int, format: str, group: int) -> None:
+    """Refuse a number of tokens to read that is too small, or a cache whose blocks are not chosen.
+
+    Args:
+        group: number of query heads for each KV head.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    if format != CHOSEN_FORMAT or tokens < LEAST_READ or group > MOST_CHOOSING:
+        raise ValueError(
+            f"{tokens} tokens to read of {format} for {group} heads of each KV head; needed are "
+            f"{LEAST_READ} or more of {CHOSEN_FORMAT} for {MOST_CHOOSING} at most"
+        )
 
 
 def floats(array: NDArray[Any], shape: tuple[int, ...], what: str) -> NDArray[np.float32]:

@@ -114,8 +114,9 @@ class KVBlocks:
     """Arrays of one pool of KV blocks. `k_scale` and `v_scale` are None for float formats.
 
     `key_offset` belongs to the model, and is not among `arrays`, nor are the sealed blocks of the
-    same layers. `latent` is the width of latents in place of V, or 0. Methods take and return rows
-    as the numbers that a scale multiplies: int8 codes, or floats.
+    same layers. `latent` is the width of latents in place of V, or 0. `recent` is the number of
+    last blocks that a row sees beside the first one, its own among them, in C++ alone; 0: all.
+    Methods take and return rows as the numbers that a scale multiplies: int8 codes, or floats.
     """
 
     format: KVFormat
@@ -126,6 +127,7 @@ class KVBlocks:
     key_offset: NDArray[np.float32] | None = None
     latent: int = 0
     sealed: SealedBlocks | None = None
+    recent: int = 0
 
     @property
     def count(self) -> int:
@@ -258,6 +260,7 @@ def allocate(
     key_offset: NDArray[np.float32] | None = None,
     latent: int = 0,
     sealed: SealedBlocks | None = None,
+    recent: int = 0,
 ) -> KVBlocks:
     """Allocate a pool of KV blocks; pages are not touched, so memory grows as blocks are written.
 
@@ -267,10 +270,16 @@ def allocate(
         key_offset: `[layers, kv_heads, head_dim]` float32, or None.
         latent: width of latents in place of V; 0: V has heads of `head_dim`.
         sealed: sealed blocks of the same layers.
+        recent: number of last blocks that a row sees beside the first one; 0: all.
 
     Raises:
-        ValueError: `key_offset` has another dtype or shape.
+        ValueError: `key_offset` has another dtype or shape, or a format that seals blocks has
+            recent ones alone.
     """
+    if recent and format in SEALED:
+        raise ValueError(
+            f"{format} with {recent} recent blocks; needed is a format without sealing"
+        )
     if key_offset is not None:
         shape = layers, kv_heads, head_dim
         if key_offset.dtype != np.float32 or key_offset.shape != shape:
@@ -287,7 +296,7 @@ def allocate(
         k_scale, v_scale = (
             np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in range(2)
         )
-    return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent, sealed)
+    return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent, sealed, recent)
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:

@@ -122,7 +122,7 @@ class KV(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in _KV_POINTERS),
         ("sealed", Sealed),
         *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("latent", "format", "sealed_pool")),
+        *((name, ctypes.c_int32) for name in ("latent", "format", "sealed_pool", "recent")),
     ]
 
     @classmethod
@@ -155,6 +155,7 @@ class KV(ctypes.Structure):
             blocks.latent,
             _FORMATS.index(blocks.format),
             sealed_pool,
+            blocks.recent,
         )
 
     @classmethod

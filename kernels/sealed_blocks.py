@@ -18,6 +18,10 @@ depend on its position alone. `kv_seal/` makes a sealed block of int8 rows:
 
 in the layout of int4 blocks (`kv_blocks.py`). Keys differ from channel to channel far more than
 from row to row, so a scale for each channel takes 4 bits where a scale for each row takes 8.
+
+A row can read the best blocks of k4v4 alone, at most `kv_read` tokens with those that are not
+sealed: for each KV head those where one of its queries likely has the largest score, as told by
+`half`, `mid` and the codes of a quarter of the channels (`attention/best_blocks.h`).
 """
 
 from __future__ import annotations
@@ -25,6 +29,16 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat, SealedBlocks
+
+# The format whose sealed blocks are chosen by their keys.
+CHOSEN_FORMAT = "k4v4"
+# The fewest tokens to read: the first block, the last two, and a sealed one.
+LEAST_READ = 4 * BLOCK
+
+
+def first_choosing(kv_read: int) -> int:
+    """Return the first position whose row reads a part of what it sees."""
+    return kv_read // BLOCK * BLOCK
 
 
 def sealed_end(tokens: int) -> int:

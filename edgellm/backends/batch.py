@@ -45,6 +45,8 @@ class Span:
             kernels take an adapter.
         adapter_start: number of first tokens that go without it.
         drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
+        answers: whether the rows are of an answer, which may read a part of their context
+            (`kv_read`).
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
     """
@@ -57,6 +59,7 @@ class Span:
     adapter: AdapterWeights | None = None
     adapter_start: int = 0
     drafted: int = 0
+    answers: bool = False
     all_states: bool = True
 
 

@@ -27,6 +27,7 @@ from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import mamba2
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sealed_blocks import first_choosing
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import short_conv
 from edgellm.kernels.state_blocks import StateRows
@@ -63,6 +64,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
         pools,
         threads=threads,
         expert_memory=parts.options.expert_memory,
+        kv_read=parts.options.kv_read,
     )
     return model, model.head
 
@@ -120,12 +122,14 @@ class NativeModel:
         *,
         threads: int,
         expert_memory: int | None = None,
+        kv_read: int | None = None,
     ) -> None:
         """Take over the weights.
 
         Args:
             ropes: RoPE tables that layers name by their index, for the whole context.
             pools: pools of KV blocks and states that layers name by their index.
+            kv_read: tokens that rows of answers read at most; None: all.
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
@@ -137,6 +141,7 @@ class NativeModel:
         own = [i for i, layer in enumerate(weights.layers) if layer.kv_from is None]
         self._readers = own[-1] + 1
         self._threads = threads
+        self._kv_read = kv_read
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
@@ -152,8 +157,18 @@ class NativeModel:
                 raise CancelledError("cancelled between two layers")
             if group is None or group.layers.stop == self._layers:
                 for span in spans:
+                    self._keep_apart(span)
                     span.sequence.commit(span.tokens)
         return cut(spans, *result, threads=self._threads)
+
+    def _keep_apart(self, span: Span) -> None:
+        """Keep rows that read a part of their context from sequences that would read all of it."""
+        sequence = span.sequence
+        if self._kv_read is None or not span.answers or sequence.shareable is not None:
+            return
+        first = max(len(sequence), first_choosing(self._kv_read))
+        if first < len(sequence) + len(span.tokens):
+            sequence.shareable = first
 
     def _through(
         self,
@@ -167,6 +182,11 @@ class NativeModel:
         not enter them.
         """
         steps = [step_span(span) for span in spans]
+        if self._kv_read is not None:
+            steps = [
+                replace(step, kv_read=self._kv_read) if span.answers else step
+                for step, span in zip(steps, spans, strict=True)
+            ]
 
         def run(
             steps: SequenceOf[StepSpan], group: LayerGroup | None

@@ -184,6 +184,11 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"C++ kernels alone seal blocks; take {NATIVE} for both, or a `kv_format` among "
             f"{', '.join(ROW_FORMATS)}"
         )
+    if options.kv_budget is not None and (prefill, decode) != (NATIVE, NATIVE):
+        raise OptionError(
+            f"`kv_budget` is {options.kv_budget}, `prefill` {prefill} and `decode` {decode}: the "
+            f"C++ kernels alone leave blocks out; take {NATIVE} for both, or no `kv_budget`"
+        )
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"

@@ -4,7 +4,8 @@ Layers that see the same positions form a group with a pool of its own, and a se
 table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
 manager. A block holds K and V of its group's layers alone. Formats that seal blocks make two groups
 of one: of the rows that are written, with the first block and the last ones, and of the sealed
-blocks between them. Layers that keep a state of fixed size
+blocks between them. With a budget, a group of layers that see all positions has an eviction
+policy (`eviction.py`). Layers that keep a state of fixed size
 form a group as well, whose blocks are snapshots of the states at the ends of some full blocks.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from edgellm.cache.eviction import BUDGET_ROWS, EvictionPolicy
 from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
@@ -54,6 +56,7 @@ class CacheGroup:
         latent: width of latents in place of V; 0: there are none.
         readers: pairs of a layer without K and V of its own and of the one whose K and V it reads.
         part: blocks that the group has, see `kernels/sealed_blocks.py`.
+        policy: choice of the blocks that stay; None: those that the window says.
     """
 
     layers: tuple[int, ...]
@@ -63,16 +66,17 @@ class CacheGroup:
     readers: tuple[tuple[int, int], ...] = ()
     latent: int = 0
     part: Part = "all"
+    policy: EvictionPolicy | None = None
 
     @property
     def keeps_all(self) -> bool:
         """Whether a sequence keeps all its blocks, as its next token sees all positions."""
-        return self.window is None and self.part == "all"
+        return self.window is None and self.part == "all" and self.policy is None
 
     @property
     def sinks(self) -> int:
         """Number of first blocks that a sequence keeps, whatever `first_block` is."""
-        return int(self.part == "hot")
+        return int(self.part == "hot" or self.policy is not None)
 
     def first_block(self, length: int) -> int:
         """Return the number of the first block that tokens from position `length` on see or, of hot
@@ -81,6 +85,8 @@ class CacheGroup:
             return 1
         if self.part == "hot":
             return sealed_end(length) if length > 2 * BLOCK else 0
+        if self.policy is not None:
+            return self.policy.first_block(length)
         return 0 if self.window is None else max(0, length + 1 - self.window) // BLOCK
 
     def seen(self, length: int) -> list[int]:
@@ -101,6 +107,8 @@ class CacheGroup:
             return sealed_end(ctx_size) - 1
         if self.part == "hot":  # the first block, two before those of the new tokens, and these
             return min(whole, 4 + (rows - 1) // BLOCK)
+        if self.policy is not None:
+            return min(whole, self.policy.blocks_for(rows=rows))
         if self.window is None:
             return whole
         # positions may begin and end in the middle of a block
@@ -168,8 +176,13 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
     )
 
 
-def stored_groups(groups: Sequence[Group], format: KVFormat) -> list[Group]:
+def stored_groups(
+    groups: Sequence[Group], format: KVFormat, policy: EvictionPolicy | None = None
+) -> list[Group]:
     """Return the groups whose pools a cache of a format has: those of sealed blocks come last.
+
+    Args:
+        policy: eviction policy of layers that see all positions.
 
     Raises:
         OptionError: the format cannot hold the rows of a group.
@@ -182,7 +195,12 @@ def stored_groups(groups: Sequence[Group], format: KVFormat) -> list[Group]:
             "multiples of 8; int8 takes any"
         )
     if format not in SEALED:
-        return list(groups)
+        return [
+            replace(group, policy=policy)
+            if isinstance(group, CacheGroup) and group.keeps_all
+            else group
+            for group in groups
+        ]
     hot, sealed = [], []
     for group in groups:
         if isinstance(group, StateGroup) or group.window is not None or group.latent:
@@ -239,6 +257,8 @@ def state_groups(groups: Sequence[Group]) -> dict[int, int]:
 
 def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:
     """Return the maximum of tokens that one step should add to a sequence."""
+    if any(isinstance(group, CacheGroup) and group.policy is not None for group in groups):
+        return BUDGET_ROWS
     windows = (group.window for group in groups if isinstance(group, CacheGroup))
     narrow = any(window is not None and window < ctx_size for window in windows)
     return WINDOWED_ROWS if narrow else STEP_ROWS
@@ -276,13 +296,20 @@ def resident_blocks(
     ]
 
 
-def cache_bytes(config: ModelConfig, *, format: KVFormat, ctx_size: int, blocks: int) -> int:
+def cache_bytes(
+    config: ModelConfig,
+    *,
+    format: KVFormat,
+    ctx_size: int,
+    blocks: int,
+    policy: EvictionPolicy | None = None,
+) -> int:
     """Return the bytes of the pools when sequences of `ctx_size` tokens fill them, and draft.
 
     Raises:
         OptionError: see `stored_groups`.
     """
-    groups = stored_groups(cache_groups(config), format)
+    groups = stored_groups(cache_groups(config), format, policy)
     resident = resident_blocks(
         groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=DRAFT_STATES
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.block_store import BlockStore, pack, packed_size, unpack
+from edgellm.cache.eviction import EvictionPolicy
 from edgellm.cache.group_table import GroupBlocks, StateTable
 from edgellm.cache.groups import (
     Blocks,
@@ -69,6 +70,7 @@ class KVCache:
             groups that do not keep all, only the blocks that full sequences of as many tokens need
             get memory, unless many short sequences are open at once; so snapshots of states go
             before the K and V of their tokens.
+        policy: eviction policy of layers that see all positions; None: they keep all blocks.
         drafts: further blocks of states, for rows of drafts of all sequences of a step; see
             `DRAFT_STATES`.
         fingerprint: bytes that identify model and format in the hashes that name blocks.
@@ -83,8 +85,9 @@ class KVCache:
         rows_at_once: maximum of tokens that one step should add to a sequence.
         places: group number of each layer, and its place among the group's layers.
         rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
-            changed after RoPE, or blocks are sealed or layers have states, which cannot forget
-            tokens.
+            changed after RoPE, or blocks are sealed or evicted or layers have states, which cannot
+            forget tokens.
+        policy: see above.
         has_states: whether layers have states, so that a sequence that drops its last tokens goes
             back to a snapshot, unless they are a draft.
         disk: store for full blocks that outlive the process, or None.
@@ -99,12 +102,13 @@ class KVCache:
         blocks: int,
         fingerprint: bytes,
         drafts: int = 0,
+        policy: EvictionPolicy | None = None,
         key_offsets: SequenceOf[NDArray[np.float32]] | None = None,
         rope_frequencies: list[tuple[float, ...]] | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
-        groups = stored_groups(groups, format)
+        groups = stored_groups(groups, format, policy)
         self.ctx_size = ctx_size
         self.format = format
         self.places = places(groups)
@@ -127,7 +131,8 @@ class KVCache:
         ]
         self._drafts = drafts
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
-        fixed = self.has_states or format in SEALED
+        fixed = self.has_states or format in SEALED or policy is not None
+        self.policy = policy
         self.rope_frequencies = None if fixed else rope_frequencies
         self.disk: BlockStore | None = None
         self._defer = defer
@@ -437,6 +442,7 @@ def _allocate(
                 latent=group.latent,
                 key_offset=offset,
                 sealed=sealed.get(layers),
+                recent=0 if group.policy is None else group.policy.recent,
                 **sizes,
             )
         )

@@ -60,7 +60,7 @@ class Sequence:
         root: root of the blocks' names, which `rename` changes; see `PrefixIndex.salted_root`.
         shareable: number of leading tokens whose K and V are position-exact, so that other
             sequences may begin with them. None: all. Tokens that moved up in a context shift have
-            attended to the dropped tokens.
+            attended to the dropped tokens, and those of an answer to a part (`kv_read`).
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Rows
 from edgellm.backends.trace import TaskRecord
+from edgellm.cache.eviction import evicted_tokens
 from edgellm.cache.prefix_index import CacheEnd
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.sampling import Sampler, best_needed
@@ -322,6 +323,9 @@ class AnswerStats:
             drafts=drafts,
             draft_failure=speculation.failure,
             dropped_tokens=self.dropped,
+            evicted_tokens=evicted_tokens(
+                engine.cache.policy, self._prompt_tokens - self.dropped + tokens
+            ),
             preempted=self.preempted,
             experts=None if self._experts is None else self._experts.use.since(self._used_before),
             tasks=tuple(self._tasks),

@@ -168,6 +168,7 @@ def open_mtp(target: LoadedModel) -> MtpHead | None:
         format=options.kv_format,
         ctx_size=target.ctx_size,
         blocks=pool_blocks(target.ctx_size),
+        policy=options.eviction,
         fingerprint=f"{target.fingerprint}|{target.arithmetic}|{MTP}".encode(),
         defer=target.thread.soon,
     )

@@ -127,6 +127,9 @@ class LoadedModel:
         used, asked = self.scheduling, self.options.scheduling
         if used != asked:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
+        groups = [each.group for each in self.cache.groups]
+        if self.cache.policy is not None and not any(group.sinks for group in groups):
+            notes.append("`kv_budget` has no effect: no layer sees all positions")
         if self.options.expert_memory is not None and not self.config.has_experts:
             notes.append("`expert_memory` has no effect: the model has no experts")
         elif self.options.expert_memory is not None and self.expert_memory is None:
@@ -144,6 +147,7 @@ class LoadedModel:
         manifest = self.bundle.manifest
         values = (
             f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
+            f"{self.options.eviction or ''}"
             f"{json.dumps(manifest.config.to_json(), sort_keys=True)}/{FORMAT_VERSION}"
             f"{key_basis.fingerprint(manifest)}"
         )
@@ -180,6 +184,7 @@ class LoadedModel:
             format=options.kv_format,
             ctx_size=self.ctx_size,
             blocks=self.memory.blocks,
+            policy=options.eviction,
             key_offsets=basis.offsets,
             rope_frequencies=rope_frequencies(self.config),
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),

@@ -131,6 +131,7 @@ def estimate(
             format=options.kv_format,
             ctx_size=ctx_size,
             blocks=pool_blocks(ctx_size),
+            policy=options.eviction,
         )
     base = _BASE_BYTES + _expert_bytes(config) + _stream_bytes(config)
     return MemoryEstimate(
@@ -212,6 +213,8 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
         decode=NATIVE,
         prefill=NATIVE,
         kv_format=options.kv_format,
+        kv_budget=options.kv_budget,
+        kv_policy=options.kv_policy,
         ctx_size=size,
         cache_size=size,
         threads=options.threads,
@@ -366,7 +369,13 @@ def _fitting_context(
 def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
     """Return the bytes of a full KV cache, and of the RoPE tables of the whole context."""
     blocks = _blocks(options, ctx_size)
-    pools = cache_bytes(config, format=options.kv_format, ctx_size=ctx_size, blocks=blocks)
+    pools = cache_bytes(
+        config,
+        format=options.kv_format,
+        ctx_size=ctx_size,
+        blocks=blocks,
+        policy=options.eviction,
+    )
     return pools + sum(8 * len(rope.inv_freq) * ctx_size for rope in config.ropes)
 
 

@@ -72,9 +72,16 @@ def compute_prompt(
     return logits[0].scores
 
 
-def compute_tokens(backend: Backend, tokens: SequenceOf[int], sequence: Sequence) -> Floats:
-    """Compute tokens in one step; returns the logits after each, `[n, V]`."""
-    (computed,) = backend.run([Span(sequence, tokens, logit_rows=len(tokens))])
+def compute_tokens(
+    backend: Backend, tokens: SequenceOf[int], sequence: Sequence, *, answers: bool = False
+) -> Floats:
+    """Compute tokens in one step; returns the logits after each, `[n, V]`.
+
+    Args:
+        answers: see `Span`.
+    """
+    span = Span(sequence, tokens, logit_rows=len(tokens), answers=answers)
+    (computed,) = backend.run([span])
     return np.stack([logits.scores for logits in computed.logits])
 
 
@@ -86,6 +93,6 @@ def best_next(backend: Backend, token: int, sequence: Sequence, hooks: Hooks = N
     """
     if hooks.cancel is not None and hooks.cancel.is_set():
         raise CancelledError("stopped")
-    span = Span(sequence, [token], logit_rows=1, candidates=1, adapter=hooks.adapter)
+    span = Span(sequence, [token], logit_rows=1, candidates=1, answers=True, adapter=hooks.adapter)
     (computed,) = backend.run([span])
     return next(iter(computed.logits[0].best(1)))

@@ -22,6 +22,7 @@ from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.speculation import speculation
 from edgellm.engine.stream import Stream
 from edgellm.kernels.sampling import Logits, log_sum_exp
+from edgellm.kernels.sealed_blocks import first_choosing
 from edgellm.progress import Progress
 from edgellm.results import FinishReason, Piece, Stats, TokenLogprob
 
@@ -306,6 +307,12 @@ class Request(Stream):
             # so may one that has lost the hidden states of its tokens
             self.context.forget(max(0, self.context.cached - self._scores.known))
         computed, end = self.computed, len(self.tokens)
+        answer = end - len(self._answer.sampled)
+        kv_read = self._engine.options.kv_read
+        # rows of the answer that read a part of what they see come by themselves
+        choosing = end if kv_read is None else max(answer, first_choosing(kv_read))
+        if computed < choosing:
+            rows = min(rows, choosing - computed)
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         adapter = None if self.context.adapter is None else self.context.adapter.weights
@@ -325,6 +332,7 @@ class Request(Stream):
             candidates,
             all_states=self.wants_states,
             drafted=len(guess),
+            answers=computed >= answer,
             adapter=adapter,
             adapter_start=plain,
         )

@@ -178,7 +178,10 @@ def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int,
         try:
             for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
                 part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
-                rows = [compute_tokens(engine.decoder, [token], sequence) for token in part]
+                rows = [
+                    compute_tokens(engine.decoder, [token], sequence, answers=True)
+                    for token in part
+                ]
                 yield begin, np.concatenate(rows)
         finally:
             sequence.truncate(0)

@@ -73,6 +73,7 @@ def placement(stats: Stats) -> dict[str, Any]:
         "ttft_ms": round(1000 * stats.ttft_s, 3),
         "preempted": stats.preempted,
         "dropped_tokens": stats.dropped_tokens,
+        "evicted_tokens": stats.evicted_tokens,
         "drafts": {name: asdict(counts) for name, counts in stats.drafts.items()},
         "draft_failure": stats.draft_failure,
     }

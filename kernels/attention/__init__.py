@@ -21,6 +21,7 @@ def attend(
     *,
     sealed: BlockTable = (),
     window: int | None = None,
+    kv_read: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: NDArray[np.float32] | None = None,
@@ -37,6 +38,8 @@ def attend(
         sealed: ids of its sealed blocks, of formats that have some.
         q: queries after RoPE, `[C, H, D]` float32, at positions `start ..`.
         window: number of positions that a query sees, its own included; None: all positions.
+        kv_read: tokens that a query reads at most, in whole blocks, see `sealed_blocks.py`; None:
+            all that it sees.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
         sinks: for each head a score without key and value, `[H]`, as it enters the softmax.
@@ -46,10 +49,10 @@ def attend(
         `[C, H, D]` float32.
 
     Raises:
-        ValueError: the format seals blocks, and C++ was not built.
+        ValueError: the blocks are for C++, which was not built.
     """
     compiled = library_for(blocks)
-    if compiled is None and blocks.format in SEALED:
+    if compiled is None and (blocks.format in SEALED or blocks.recent):
         raise ValueError(f"{blocks.format} without C++ kernels; needed is another format")
     if compiled is None:
         return portable.attend(
@@ -64,6 +67,7 @@ def attend(
         start,
         sealed=sealed,
         window=window,
+        kv_read=kv_read,
         scale=scale,
         softcap=softcap,
         sinks=sinks,

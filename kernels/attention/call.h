@@ -9,6 +9,7 @@ namespace edgellm {
 struct Queries {
     const float* q;  // [tokens, heads, key_dim], after RoPE
     int32_t heads, tokens, start, window;
+    int32_t kv_read;       // tokens that a query reads of sealed blocks and hot ones at most; 0: all
     float scale, softcap;  // of the scores; softcap 0: none
     const float* sinks;    // [heads], a score of each head that has no key and no value, or null
 };
@@ -24,10 +25,30 @@ struct AttendCall {
 // Keys are taken in splits of this many, each with a softmax of its own, which are then joined in
 // order: a row has the same bits whoever computes its splits and however many rows there are.
 constexpr int SPLIT = 512;
+constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
 // Rows that share one walk over the keys.
 constexpr int ROWS_PER_TASK = 96;
 constexpr int MAX_HEAD_DIM = 512;  // the largest whose scores of int8 numbers fit into 32 bits
 
 inline int split_count(int keys) { return (keys + SPLIT - 1) / SPLIT; }
+
+// Numbers of the blocks that the rows of a walk read, in their order: those that `chosen` names, or all but the `gap`
+// ones behind the first.
+struct BlockList {
+    const int32_t* chosen;
+    int count, gap;
+
+    int operator[](int i) const { return chosen ? chosen[i] : i > 0 ? i + gap : 0; }
+    int splits() const { return (count + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS; }
+};
+
+// The blocks of K and V that a row at a position sees.
+inline BlockList blocks_seen(const KV& kv, int position) {
+    const int own = position / BLOCK, gap = kv.recent ? std::max(0, own - kv.recent) : 0;
+    return {nullptr, own + 1 - gap, gap};
+}
+
+// How many blocks a row at a position reads of those that it sees.
+inline int blocks_read(int position, int kv_read) { return std::min(position / BLOCK + 1, kv_read / BLOCK); }
 
 }  // namespace edgellm

@@ -80,14 +80,19 @@ struct AttendTask {
     int layer, kv_head, first, rows, from, to;
     float* parts;
     edgellm::BlockPlace next;
+    edgellm::BlockList chosen;  // blocks that the rows, of one token, read; without any: those that they see
 };
+
+#include "best_blocks.h"
 
 template <typename Rows>
 class Walk {
 public:
     Walk(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task)
         : kv_(kv), queries_(queries), task_(task), group_(queries.heads / kv.kv_heads),
-          step_(padded(kv.value_dim())), memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
+          step_(padded(kv.value_dim())),
+          blocks_(task.chosen.count ? task.chosen : edgellm::blocks_seen(kv, position(task.rows - 1))),
+          memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
           rows_(kv, memory_) {
         float* floats = reinterpret_cast<float*>(memory_ + (Rows::bytes(kv) + 63) / 64 * 64);
         maximum_ = floats;
@@ -104,7 +109,7 @@ public:
             rows_.set_query(r, queries_.q + at * kv_.key_dim(), queries_.scale);
             task_.parts[size_t(r) * (kv_.value_dim() + 2) + 1] = 0;
         }
-        for (int s = task_.from; s < task_.to; ++s) split(s * edgellm::SPLIT);
+        for (int s = task_.from; s < std::min(task_.to, blocks_.splits()); ++s) split(s);
     }
 
 private:
@@ -116,25 +121,23 @@ private:
 
     int position(int r) const { return queries_.start + (task_.first + r) / group_; }
 
-    edgellm::BlockPlace place(int base) const {
-        return kv_.place(base, position(0), task_.layer, task_.kv_head);
+    edgellm::BlockPlace place(int i) const {
+        return kv_.place(blocks_[i] * edgellm::BLOCK, position(0), task_.layer, task_.kv_head);
     }
 
-    void split(int begin) {
-        const int end = std::min(begin + edgellm::SPLIT, position(task_.rows - 1) + 1);
+    void split(int s) {
+        const int end = std::min((s + 1) * edgellm::SPLIT_BLOCKS, blocks_.count), keys = position(task_.rows - 1) + 1;
         for (int r = 0; r < task_.rows; ++r) {
             maximum_[r] = -INFINITY;
             total_[r] = 0;
         }
         std::memset(values_, 0, sizeof(float) * size_t(task_.rows) * step_);
-        int low = begin;
-        if (queries_.window > 0)
-            low = std::max(begin, (position(0) + 1 - queries_.window) / edgellm::BLOCK * edgellm::BLOCK);
-        for (int base = low; base < end; base += edgellm::BLOCK) {
-            const int count = std::min(edgellm::BLOCK, end - base);
-            const int next = base + edgellm::BLOCK;
-            const bool last = next >= end && (begin / edgellm::SPLIT + 1 == task_.to);
-            rows_.open(place(base), last ? task_.next : place(next), count);
+        int i = s * edgellm::SPLIT_BLOCKS;
+        if (queries_.window > 0) i = std::max(i, (position(0) + 1 - queries_.window) / edgellm::BLOCK);
+        for (; i < end; ++i) {
+            const int base = blocks_[i] * edgellm::BLOCK, count = std::min(edgellm::BLOCK, keys - base);
+            const bool last = i + 1 == blocks_.count || (i + 1 == end && s + 1 == task_.to);
+            rows_.open(place(i), last ? task_.next : place(i + 1), count);
             tiles<true>(0, std::min(TILE, task_.rows), base, count);
             tiles<false>(TILE, task_.rows, base, count);
         }
@@ -184,13 +187,27 @@ private:
     const edgellm::Queries& queries_;
     const AttendTask& task_;
     const int group_, step_;
+    const edgellm::BlockList blocks_;
     char* memory_;
     Rows rows_;
     float *maximum_, *total_, *scores_, *part_, *values_;
 };
 
-// The rows of a walk lie in one block, and agree on which ones they read sealed.
-inline void attend_sealed(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+// Rows that read the same blocks.
+inline void attend_alike(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+    switch (kv.format) {
+        case edgellm::K8V4:
+        case edgellm::K4V4: return Walk<SealedRows>(kv, queries, task).run();
+        case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
+        case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
+        case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();
+        default: return Walk<Int8Rows>(kv, queries, task).run();
+    }
+}
+
+// Where blocks are sealed or left out, the rows of a block agree on which ones they read, and how.
+inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+    if (task.chosen.count || !(kv.seals() || kv.recent)) return attend_alike(kv, queries, task);
     const int group = queries.heads / kv.kv_heads;
     for (int done = 0; done < task.rows;) {
         AttendTask part = task;
@@ -198,19 +215,8 @@ inline void attend_sealed(const edgellm::KV& kv, const edgellm::Queries& queries
         const int token = part.first / group, in_block = (queries.start + token) % edgellm::BLOCK;
         part.rows = std::min(task.rows - done, (token + edgellm::BLOCK - in_block) * group - part.first);
         part.parts += size_t(done) * (kv.value_dim() + 2);
-        Walk<SealedRows>(kv, queries, part).run();
+        attend_alike(kv, queries, part);
         done += part.rows;
-    }
-}
-
-inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
-    switch (kv.format) {
-        case edgellm::K8V4:
-        case edgellm::K4V4: return attend_sealed(kv, queries, task);
-        case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
-        case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
-        case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();
-        default: return Walk<Int8Rows>(kv, queries, task).run();
     }
 }
 
@@ -224,14 +230,17 @@ inline void finish_row(const edgellm::KV& kv, const float* part, const float* si
 inline void attend(const edgellm::AttendCall& call) {
     const edgellm::Queries& queries = call.queries;
     const int value_dim = call.kv.value_dim(), group = queries.heads / call.kv.kv_heads;
-    const int all = queries.tokens * group;
-    const int tasks = (all + edgellm::ROWS_PER_TASK - 1) / edgellm::ROWS_PER_TASK;
+    const int all = queries.tokens * group, run = queries.kv_read ? group : edgellm::ROWS_PER_TASK;
+    const int tasks = (all + run - 1) / run;
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
         static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
-        AttendTask task{call.layer, index / tasks, index % tasks * edgellm::ROWS_PER_TASK, 0, 0, 0, parts, {}};
+        AttendTask task{call.layer, index / tasks, index % tasks * run, 0, 0, 0, parts, {}, {}};
         task.next = {call.kv.first_row(0, call.layer, task.kv_head), false};
-        task.rows = std::min(edgellm::ROWS_PER_TASK, all - task.first);
-        task.to = edgellm::split_count(queries.start + (task.first + task.rows - 1) / group + 1);
+        task.rows = std::min(run, all - task.first);
+        const int last = queries.start + (task.first + task.rows - 1) / group;
+        std::vector<int32_t> chosen(queries.kv_read / edgellm::BLOCK);
+        if (queries.kv_read) task.chosen = choose_blocks(call.kv, queries, task, chosen.data());
+        task.to = queries.kv_read ? task.chosen.splits() : edgellm::split_count(last + 1);
         attend_rows(call.kv, queries, task);
         for (int r = 0; r < task.rows; ++r) {
             const int row = task.first + r, head = task.kv_head * group + row % group;

@@ -35,6 +35,7 @@ struct KV {
     Sealed sealed;             // of formats that seal blocks
     int32_t layers, kv_heads, head_dim, latent, format;
     int32_t sealed_pool;       // of a step's pools, the one whose table `sealed` has
+    int32_t recent;            // last blocks that a row sees beside the first one, its own among them; 0: all
 
     // Latents stand in place of V, and are a part of each key as well, behind what `k` has of it.
     int value_dim() const { return latent ? latent : head_dim; }

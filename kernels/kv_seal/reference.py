@@ -41,6 +41,41 @@ def with_sealed(
     return read
 
 
+def best_blocks(q: NDArray[np.floating], keys: Floats, position: int, kv_read: int) -> list[int]:
+    """Return the numbers of the blocks that a row at `position` reads for one KV head.
+
+    Args:
+        q: queries of the heads that share it, `[G, D]`.
+        keys: keys as the row reads them, `[position + 1, D]`.
+    """
+    own, most, end = position // BLOCK, kv_read // BLOCK, sealed_end(position + 1)
+    if own < most:
+        return list(range(own + 1))
+    quads = keys.shape[1] // 8
+    sizes = np.square(q * _lines(keys, end - 1)[0]).reshape(len(q), 2, quads, 4).sum((1, 3)).max(0)
+    best = np.argsort(-sizes, kind="stable")[: -(-quads // 4)]
+    channels = np.isin(np.arange(keys.shape[1]) // 4 % quads, best)
+
+    def likely(block: int) -> float:
+        half, middle, steps = _lines(keys, block)
+        factors = np.where(channels, q * half, 0)
+        unit = np.abs(factors).max(1, keepdims=True) / 127
+        codes = np.rint(factors / unit)
+        return float(((steps @ codes.T).max(0) * unit[:, 0] + q @ middle).max())
+
+    ordered = sorted(range(1, end), key=likely, reverse=True)
+    return [0, *sorted(ordered[: most - 3]), own - 1, own]
+
+
+def _lines(keys: Floats, block: int) -> tuple[Floats, Floats, Floats]:
+    """Return half a range, the middle and the odd numbers of each channel of a sealed block, whose
+    smallest is -15 and whose largest 15."""
+    rows = keys[block * BLOCK : (block + 1) * BLOCK]
+    low, high = rows.min(0), rows.max(0)
+    half, middle = (high - low) / 30, (low + high) / 2
+    return half, middle, np.rint((rows - middle) / np.where(half > 0, half, 1))
+
+
 def value_row(row: Floats) -> Floats:
     """Round the int8 codes of a row to odd numbers -15 .. 15, and fit their scale."""
     codes, scale = quantize_row(row)

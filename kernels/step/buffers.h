@@ -1,6 +1,7 @@
 // Buffers of a step, cut out of the caller's workspace. Each begins with a cache line, so that threads
 // do not write to each other's.
 struct Buffers {
+    int32_t* chosen;  // [rows, KV heads, blocks], numbers of those that a row reads
     float *residual, *branch, *mixed, *parts;  // branch: what a norm takes before it is added
     float *q, *delta;  // rotated queries, or rows behind a convolution; between the phases of a delta net
     float *first_stream, *other_streams, *laurel;  // [rows, hidden], [rows, (streams - 1) * hidden], [rows, hidden]
@@ -42,8 +43,11 @@ struct Buffers {
             if (layer.cuts_off()) cut = std::max(cut, layer.up.outputs);
         }
         if (m.streams > 1) of_heads = std::max(of_heads, HeadRows::bytes(m.streams - 1, rows, m.hidden));
-        size_t sums = 0;
-        for (const edgellm::Heads& heads : places.kinds) sums = std::max(sums, heads.floats());
+        size_t sums = 0, choices = 0;
+        for (const edgellm::Heads& heads : places.kinds) {
+            sums = std::max(sums, heads.floats());
+            choices = std::max(choices, size_t(rows) * heads.kv_heads * places.chosen);
+        }
         const auto take = [&](size_t size) {
             char* taken = memory + bytes;
             bytes += aligned(size);
@@ -55,6 +59,7 @@ struct Buffers {
         mixed = floats(size_t(rows) * mixed_outputs);
         q = floats(size_t(rows) * wide);
         parts = floats(sums);
+        chosen = reinterpret_cast<int32_t*>(take(4 * choices));
         delta = floats(delta_floats);
         first_stream = floats(m.streams > 1 ? size_t(rows) * m.hidden : 0);
         other_streams = floats(size_t(rows) * (m.streams - 1) * m.hidden);

@@ -111,6 +111,9 @@ struct Transformer {
     int width() const { return streams * hidden; }
 };
 
+// Layers before the first one whose rows may read a part of what they see.
+constexpr int DENSE_LAYERS = 2;
+
 // The states of a span in a pool; the same fields as in native.py.
 struct StateSpan {
     const float* source;         // the block with the states before the first row; null: all zeros
@@ -125,6 +128,9 @@ struct Span {
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
     int32_t adapter_start;         // the first so many of them go without the adapter
+    int32_t kv_read;               // tokens that each row reads at most, in layers behind the first ones; 0: all
+
+    bool chooses() const { return kv_read > 0 && start + rows > kv_read / BLOCK * BLOCK; }
 };
 
 // Arguments of one step; the same fields, in the same order, as in native.py.

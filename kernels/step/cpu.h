@@ -21,7 +21,7 @@ public:
     Step(const edgellm::StepCall& call, const edgellm::Places& places, const Buffers& buffers)
         : StepMixers(call, places, buffers), caller_(std::this_thread::get_id()) {}
 
-    int phases() const { return (23 + b_.adapters.phases()) * model_.layer_count + 9; }
+    int phases() const { return (24 + b_.adapters.phases()) * model_.layer_count + 9; }
 
     bool stopped() const { return stop_; }
 

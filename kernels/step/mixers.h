@@ -207,6 +207,7 @@ protected:
                          q);
         });
         if (layer.has_own_kv()) seal_blocks(worker, layer);
+        if (heads.chooses) choose(worker, layer, heads);
         attention(worker, layer, heads);
         every_row(
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o), readers_behind(layer));
@@ -282,6 +283,29 @@ protected:
         return call_.spans[span].start + r - places_.spans[span].row;
     }
 
+    // Where the blocks begin that row `r` of a KV head reads.
+    int32_t* chosen(const edgellm::Heads& heads, int r, int kv_head) const {
+        return b_.chosen + (size_t(r) * heads.kv_heads + kv_head) * places_.chosen;
+    }
+
+    edgellm::Queries queries_of(const edgellm::Layer& layer, const edgellm::Heads& heads, int s) const {
+        const edgellm::Span& span = call_.spans[s];
+        const float* q = b_.q + size_t(places_.spans[s].row) * heads.width();
+        return {q,           heads.heads,   span.rows,   span.start, layer.window,
+                span.kv_read, layer.scale, layer.softcap, layer.sinks};
+    }
+
+    // The blocks that rows of answers read.
+    void choose(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
+        worker.each(rows_ * heads.kv_heads, [&](int item) {
+            const int r = item / heads.kv_heads, kv_head = item % heads.kv_heads, span = span_of_[r];
+            if (!heads.spans[span].chooses) return;
+            const int first = (r - places_.spans[span].row) * heads.group;
+            const AttendTask task{layer.slot, kv_head, first, heads.group, 0, 0, nullptr, {}, {}};
+            choose_blocks(kv_of(layer, span), queries_of(layer, heads, span), task, chosen(heads, r, kv_head));
+        });
+    }
+
     // What row `row` of a KV head of a span comes to over a split of the keys.
     float* part(const edgellm::Heads& heads, int span, int split, int kv_head, int row) const {
         const size_t head = size_t(split) * heads.kv_heads + kv_head;
@@ -303,32 +327,41 @@ protected:
         return {span, item % tasks.splits, item / tasks.splits % tasks.runs, item / tasks.splits / tasks.runs};
     }
 
+    // The blocks that the first row of a task has chosen, of those of a span that does.
+    edgellm::BlockList chosen(const edgellm::Heads& heads, const Attention& at) const {
+        if (!heads.spans[at.span].chooses) return {};
+        const int row = places_.spans[at.span].row + at.run;
+        return {chosen(heads, row, at.kv_head),
+                edgellm::blocks_read(position(row), call_.spans[at.span].kv_read), 0};
+    }
+
+    // The block that a task begins with.
+    edgellm::BlockPlace first_place(const edgellm::Layer& layer, const edgellm::Heads& heads,
+                                    const Attention& at) const {
+        const edgellm::Span& span = call_.spans[at.span];
+        const edgellm::KV kv = kv_of(layer, at.span);
+        edgellm::BlockList blocks = chosen(heads, at);
+        if (blocks.count == 0) blocks = edgellm::blocks_seen(kv, span.start + span.rows - 1);
+        const int block = blocks[std::min(at.split * edgellm::SPLIT_BLOCKS, blocks.count - 1)];
+        return kv.place(block * edgellm::BLOCK, span.start, layer.slot, at.kv_head);
+    }
+
     void attention(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        const int items = heads.tasks(), group = heads.group;
+        const int items = heads.tasks();
         worker.each(items, [&](int item) {
             const Attention at = attention_of(heads, item);
             const edgellm::Span& span = call_.spans[at.span];
-            const int first = at.run * edgellm::ROWS_PER_TASK, all = span.rows * group;
-            const int rows = std::min(edgellm::ROWS_PER_TASK, all - first);
-            const bool whole = heads.spans[at.span].splits == 1;
-            const int from = whole ? 0 : at.split;
-            const int to = whole ? edgellm::split_count(span.start + (first + rows - 1) / group + 1) : from + 1;
+            const edgellm::Tasks& tasks = heads.spans[at.span];
+            const int first = at.run * tasks.run, rows = std::min(tasks.run, span.rows * heads.group - first);
+            const edgellm::BlockList blocks = chosen(heads, at);
+            const int last = span.start + (first + rows - 1) / heads.group;
+            const int all = blocks.count ? blocks.splits() : edgellm::split_count(last + 1);
+            const int from = tasks.splits == 1 ? 0 : at.split, to = tasks.splits == 1 ? all : from + 1;
             // threads that are equally fast take turns
             const Attention next = attention_of(heads, std::min(item + call_.threads, items - 1));
-            const edgellm::BlockPlace next_place =
-                kv_of(layer, next.span)
-                    .place(next.split * edgellm::SPLIT, call_.spans[next.span].start, layer.slot, next.kv_head);
-            const edgellm::Queries queries{b_.q + size_t(places_.spans[at.span].row) * heads.width(),
-                                           heads.heads,
-                                           span.rows,
-                                           span.start,
-                                           layer.window,
-                                           layer.scale,
-                                           layer.softcap,
-                                           layer.sinks};
-            attend_rows(kv_of(layer, at.span), queries,
+            attend_rows(kv_of(layer, at.span), queries_of(layer, heads, at.span),
                         {layer.slot, at.kv_head, first, rows, from, to,
-                         part(heads, at.span, at.split, at.kv_head, first), next_place});
+                         part(heads, at.span, at.split, at.kv_head, first), first_place(layer, heads, next), blocks});
         });
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import block_ids, check_kv_read, check_rope, indices, sealed_ids
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
@@ -139,7 +139,8 @@ class _Span(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows", "adapter_start")),
+        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
+        *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
     ]
 
 
@@ -361,8 +362,7 @@ class FusedStep:
         states_of = [self._states(span) for span in spans]
         rows = sum(span.logit_rows for span in spans)
         layers, hidden = len(weights.layers), weights.embedding.inputs
-        if group is None:
-            group = LayerGroup(layers=range(layers))
+        group = group or LayerGroup(layers=range(layers))
         width = weights.stream_count * hidden
         check_group(group, layers=layers, rows=len(ids), width=width, logit_rows=rows)
         errors: list[BaseException] = []
@@ -389,6 +389,7 @@ class FusedStep:
                         span.start,
                         span.logit_rows,
                         span.adapter_start,
+                        span.kv_read or 0,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )
@@ -406,8 +407,7 @@ class FusedStep:
             group.layers.start,
             group.layers.stop,
         )
-        needed = self._library.edgellm_step_workspace(ctypes.byref(call))
-        workspace = self._workspace(needed)
+        workspace = self._workspace(self._library.edgellm_step_workspace(ctypes.byref(call)))
         call.workspace = address(workspace)
         done = self._library.edgellm_step(ctypes.byref(call))
         self._workspaces.append(workspace)
@@ -468,7 +468,7 @@ class FusedStep:
         """Return a span's block ids in each pool, after checks.
 
         Raises:
-            ValueError: a block or position does not exist.
+            ValueError: a block or position does not exist, or `kv_read` is refused.
         """
         count = len(span.tokens)
         if span.start + count > self._positions:
@@ -478,6 +478,9 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
+                if span.kv_read is not None:
+                    group = self._weights.most_heads // pool.kv_heads
+                    check_kv_read(span.kv_read, pool.format, group)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

@@ -14,15 +14,18 @@ struct Place {
 };
 
 // Where a span's attention tasks and sums begin, in layers with as many heads. Few rows over many keys: every
-// split of the keys is a task of its own. Many rows are tasks enough.
+// split of the keys is a task of its own. Many rows are tasks enough. Tokens that choose what they read are apart.
 struct Tasks {
-    int first, runs, splits;
+    int first, runs, splits, run;  // run: rows of a task
     size_t part;
+    bool chooses;
 };
 
 // Heads of attention, and the tasks of all spans in layers that have them; behind the last one the totals.
 struct Heads {
     int heads, kv_heads, head_dim, key_dim, value_dim, group;  // group: query heads of each KV head
+    int recent;    // as in KV
+    bool chooses;  // whether rows may read a part of what they see
     std::vector<Tasks> spans;
 
     int width() const { return heads * key_dim; }
@@ -34,18 +37,25 @@ struct Places {
     std::vector<Place> spans;  // behind the last one the totals
     std::vector<Heads> kinds;  // those that layers have
     std::vector<int> kind_of;  // of each layer that attends
+    int chosen = 0;            // blocks that a row may choose at most
 };
 
-inline Heads heads_of(const StepCall& call, int heads, const KV& kv) {
-    Heads result{heads, kv.kv_heads, kv.head_dim, kv.key_dim(), kv.value_dim(), heads / kv.kv_heads, {{0, 0, 0, 0}}};
+inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool chooses) {
+    Heads result{heads, kv.kv_heads, kv.head_dim, kv.key_dim(), kv.value_dim(), heads / kv.kv_heads,
+                 kv.recent, chooses, {{}}};
     result.spans.reserve(call.span_count + 1);
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
         Tasks& tasks = result.spans.back();
-        tasks.runs = (span.rows * result.group + ROWS_PER_TASK - 1) / ROWS_PER_TASK;
-        tasks.splits = tasks.runs > 1 ? 1 : split_count(span.start + span.rows);
-        const Tasks next{tasks.first + kv.kv_heads * tasks.runs * tasks.splits, 0, 0,
-                         tasks.part + size_t(tasks.splits) * span.rows * heads};
+        const int rows = span.rows * result.group, last = span.start + span.rows - 1;
+        tasks.chooses = chooses && span.chooses();
+        tasks.run = tasks.chooses ? result.group : ROWS_PER_TASK;
+        tasks.runs = (rows + tasks.run - 1) / tasks.run;
+        BlockList blocks = blocks_seen(kv, last);
+        if (tasks.chooses) blocks.count = blocks_read(last, span.kv_read);
+        tasks.splits = rows > ROWS_PER_TASK ? 1 : blocks.splits();
+        const Tasks next{tasks.first + kv.kv_heads * tasks.runs * tasks.splits, 0, 0, 0,
+                         tasks.part + size_t(tasks.splits) * span.rows * heads, false};
         result.spans.push_back(next);
     }
     return result;
@@ -58,6 +68,7 @@ inline Places places_of(const StepCall& call) {
     for (int s = 0; s < call.span_count; ++s) {
         const Place& last = places.spans.back();
         places.spans.push_back({last.row + call.spans[s].rows, last.logit + call.spans[s].logit_rows});
+        if (call.spans[s].chooses()) places.chosen = std::max(places.chosen, call.spans[s].kv_read / BLOCK);
     }
     for (int l = 0; l < call.model->layer_count; ++l) {
         const Layer& layer = call.model->layers[l];
@@ -66,12 +77,13 @@ inline Places places_of(const StepCall& call) {
             continue;
         }
         const KV& kv = call.pools[layer.pool];
+        const bool chooses = places.chosen > 0 && l >= DENSE_LAYERS;
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
             return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim &&
-                   each.key_dim == kv.key_dim();
+                   each.key_dim == kv.key_dim() && each.recent == kv.recent && each.chooses == chooses;
         });
         places.kind_of.push_back(static_cast<int>(alike - places.kinds.begin()));
-        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv));
+        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv, chooses));
     }
     return places;
 }

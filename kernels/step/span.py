@@ -29,6 +29,8 @@ class StepSpan:
         logit_rows: number of last tokens that go through the LM head.
         adapter: adapter of the tokens, in C++ alone; None: the model as it is.
         adapter_start: number of first tokens that go without it.
+        kv_read: tokens that each row reads at most, in C++ alone, see `sealed_blocks.py`; the first
+            two layers read all. None: all layers do.
     """
 
     tables: Sequence[BlockTable]
@@ -38,6 +40,7 @@ class StepSpan:
     adapter: AdapterWeights | None = None
     adapter_start: int = 0
     states: Sequence[StateView | None] = ()
+    kv_read: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -278,6 +278,11 @@ class Weights:
     streams: Streams | None = None
 
     @property
+    def most_heads(self) -> int:
+        """Query heads of the layer that has the most."""
+        return max(layer.heads for layer in self.layers)
+
+    @property
     def stream_count(self) -> int:
         """Number of residual streams."""
         return 1 if self.streams is None else self.streams.count

@@ -71,7 +71,7 @@ class LlamaCpp:
         import llama_cpp
         from runtimes import LlamaCpp as Loaded
 
-        if options.pop("extra_bufts", "1") == "0":
+        if options.pop("extra_bufts", 1) == 0:
             parameters = llama_cpp.llama_model_default_params()
             parameters.use_extra_bufts = False
             llama_cpp.llama_model_default_params = lambda: parameters
@@ -94,6 +94,10 @@ class LlamaCpp:
         return np.ctypeslib.as_array(pointer, shape)[:-1]
 
 
+def number(value: str) -> Any:
+    return int(value) if value.isdigit() else value
+
+
 CLASSES: dict[str, type[EdgeLLM] | type[LlamaCpp]] = {"edgellm": EdgeLLM, "llama.cpp": LlamaCpp}
 
 
@@ -102,8 +106,9 @@ def work(runtime: str, model: str, window: int, threads: int) -> None:
 
     def load() -> tuple[Callable[[Message], Message], Message]:
         name, *options = runtime.split()
+        given = (option.split("=") for option in options)
         loaded = CLASSES[name](
-            model, window, threads, dict(option.split("=") for option in options)
+            model, window, threads, {name: number(value) for name, value in given}
         )
 
         def answer(question: Message) -> Message:

@@ -12,8 +12,8 @@ from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_append.reference import round_trip
 from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, allocate
 from edgellm.kernels.kv_seal import native as sealing
-from edgellm.kernels.kv_seal.reference import sealed_rows
-from edgellm.kernels.sealed_blocks import allocate_sealed, sealed_end
+from edgellm.kernels.kv_seal.reference import best_blocks, sealed_rows, with_sealed
+from edgellm.kernels.sealed_blocks import LEAST_READ, allocate_sealed, sealed_end
 
 TABLE, SEALED_TABLE = [3, 5, 0, 4, 1, 7, 2, 8], [0, 2, 5, 1, 3, 4]
 
@@ -99,6 +99,81 @@ def test_company_makes_no_difference(compiled: ctypes.CDLL, format: KVFormat, th
         np.testing.assert_array_equal(part, whole[start : start + count])
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "kv_read"),
+    [(3, 1, 64, 512), (4, 4, 8, 700), (4, 2, 24, 768), (8, 1, 80, 512), (2, 1, 256, 640)],
+)
+@pytest.mark.usefixtures("poisoned")
+def test_rows_read_the_best_blocks_alone(
+    use_isa: UseISA, heads: int, kv_heads: int, head_dim: int, kv_read: int
+) -> None:
+    """As the reference says which they are; values of the other blocks are not read."""
+    k, v = rows(8 * BLOCK, kv_heads, head_dim)
+    k += 2 * np.random.default_rng(3).standard_normal((8, 1, 1, head_dim)).repeat(BLOCK, 0)[:, 0]
+    k = k.astype(np.float32)
+    q = np.random.default_rng(1).standard_normal((len(k), heads, head_dim)).astype(np.float32)
+    q *= 4 / np.linalg.norm(k, axis=-1).mean()
+    group, read, expected = heads // kv_heads, {}, {}
+    for position in (511, 512, 767, 768, 1000, 1023):
+        held = [
+            with_sealed(
+                each, round_trip(each, "k4v4", key=each is k), "k4v4", position, key=each is k
+            )
+            for each in (k, v)
+        ]
+        of_heads = [
+            best_blocks(q[position, h * group : (h + 1) * group], held[0][:, h], position, kv_read)
+            for h in range(kv_heads)
+        ]
+        read[position], found = of_heads, []
+        for h, blocks in enumerate(of_heads):
+            seen = np.concatenate([np.arange(n * BLOCK, (n + 1) * BLOCK) for n in blocks])
+            seen = seen[seen <= position]
+            part = q[position][None, h * group : (h + 1) * group]
+            of_head = [each[seen][:, h : h + 1] for each in held]
+            found.append(reference.attend(part, *of_head, len(seen) - 1)[0])
+        expected[position] = np.concatenate(found)
+    for isa in HERE:
+        library = use_isa(isa)
+        blocks = filled(library, "k4v4", k, v)
+        for position, needed in expected.items():
+            row = q[position][None]
+            found = attend(library, blocks, row, position, kv_read=kv_read)
+            # a code of V between two numbers may fall to either
+            np.testing.assert_allclose(found[0], needed, atol=2e-3, rtol=0, err_msg=isa)
+        for position in (1023, 768):  # from the later one on, blocks are lost
+            before = attend(library, blocks, q[position][None], position, kv_read=kv_read)
+            lose(blocks, read[position], sealed_end(position + 1))
+            found = attend(library, blocks, q[position][None], position, kv_read=kv_read)
+            np.testing.assert_array_equal(found, before, err_msg=isa)
+            blocks = filled(library, "k4v4", k, v)
+
+
+def lose(blocks: KVBlocks, read: list[list[int]], end: int) -> None:
+    """Break the values of sealed blocks, where KV heads do not read."""
+    assert blocks.sealed is not None
+    for head, numbers in enumerate(read):
+        for number in set(range(1, end)) - set(numbers):
+            block = SEALED_TABLE[number]
+            blocks.sealed.v[block, 1, head] = 255
+            blocks.sealed.v_scale[block, 1, head] = np.nan
+
+
+def test_enough_to_read_is_all(compiled: ctypes.CDLL) -> None:
+    """To the bit, and less has the same bits in any company."""
+    k, v = rows(8 * BLOCK, 2, 32)
+    blocks = filled(compiled, "k4v4", k, v)
+    q = np.random.default_rng(1).standard_normal((len(k), 6, 32)).astype(np.float32)
+    every = attend(compiled, blocks, q, 0)
+    np.testing.assert_array_equal(attend(compiled, blocks, q, 0, kv_read=8 * BLOCK), every)
+    whole = attend(compiled, blocks, q, 0, kv_read=LEAST_READ, threads=2)
+    np.testing.assert_array_equal(whole[:LEAST_READ], every[:LEAST_READ])
+    assert np.abs(whole[LEAST_READ:] - every[LEAST_READ:]).max(axis=(1, 2)).min() > 1e-3
+    for start, count in ((600, 1), (700, 80), (1023, 1)):
+        part = attend(compiled, blocks, q[start : start + count], start, kv_read=LEAST_READ)
+        np.testing.assert_array_equal(part, whole[start : start + count])
+
+
 @pytest.mark.parametrize("format", SEALED)
 def test_a_broken_number_shows(compiled: ctypes.CDLL, format: KVFormat) -> None:
     k, v = rows(4 * BLOCK, 1, 16)
@@ -132,6 +207,14 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
         (
             "table of 6 sealed blocks",
             lambda: sealing.seal(native_library, blocks, TABLE, SEALED_TABLE, 1, range(6, 7)),
+        ),
+        (
+            "511 tokens to read of k4v4 for 1 heads",
+            lambda: attend(native_library, blocks, q, 3 * BLOCK, kv_read=511),
+        ),
+        (
+            "1024 tokens to read of k8v4",
+            lambda: attend(native_library, pool("k8v4", 1, 16), q, 0, kv_read=1024),
         ),
         (
             "int8 seals no blocks",

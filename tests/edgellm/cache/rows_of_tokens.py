@@ -1,4 +1,5 @@
-"""A cache of groups with and without windows, or of sealed blocks, whose rows hold their tokens."""
+"""A cache of groups with and without windows, of sealed blocks, or with a budget, whose rows hold
+their tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import numpy as np
 from inspection import free_blocks
 
 from edgellm.cache.disk_cache import DiskCache
-from edgellm.cache.groups import cache_groups, rope_frequencies
+from edgellm.cache.eviction import Sinks
+from edgellm.cache.groups import CacheGroup, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
@@ -20,6 +22,8 @@ from edgellm.kernels.sealed_blocks import sealed_end
 CTX, VALUE = 1200, 8
 # In place of windows: a layer whose full blocks are sealed.
 SEALED = ("k4v4",)
+# In place of windows: layers whose first block and last two stay, beside one with a window.
+BUDGET = ("sinks", 300)
 
 
 def make(
@@ -48,6 +52,7 @@ def make(
         format="k4v4" if windows == SEALED else "f32",
         ctx_size=CTX,
         blocks=blocks,
+        policy=Sinks(2) if windows == BUDGET else None,
         fingerprint=b"x",
         rope_frequencies=rope_frequencies(config),
     )
@@ -110,9 +115,14 @@ def check(cache: KVCache, sequence: Sequence) -> None:
         check_sealed(sequence)
     for layer, (group, _) in enumerate(cache.places if cache.format == "f32" else ()):
         view, slot = sequence.view(layer)
-        window = cache.groups[group].group.window
-        first = 0 if window is None else max(0, len(sequence) + 1 - window)
+        here = cache.groups[group].group
+        assert isinstance(here, CacheGroup)
+        first = 0 if here.window is None else max(0, len(sequence) + 1 - here.window)
+        seen = set(here.seen(len(sequence)))
         for position in range(first, len(sequence)):
+            if position // BLOCK not in seen:
+                assert here.policy is not None
+                continue
             block = sequence.tables[group].at(position // BLOCK)
             assert block is not None
             row = view.blocks.value_rows(block, slot, position % BLOCK)

@@ -1,0 +1,93 @@
+"""Steps whose rows read a part of what they see: the best sealed blocks, or the last blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from model_shapes import SHAPES, Shape
+from random_model import Model
+
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
+from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan
+
+# Rows of a prompt, and of an answer behind it.
+PROMPT, END = 780, 790
+READ = 4 * BLOCK
+
+
+class Run:
+    """A model's pools of sealed blocks, with the prompts of two sequences in them."""
+
+    def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
+        self.model = Model(shape)
+        self.tokens = (self.model.tokens * 2)[:END]
+        self.pools = self.model.pools("k4v4", blocks=14)
+        self.step = FusedStep(library, self.model.weights, self.model.ropes, self.pools)
+        for other in range(2):
+            self.step.run([self.span(0, PROMPT, other=other, kv_read=None)])
+
+    def span(self, start: int, end: int, *, other: int = 0, kv_read: int | None = READ) -> StepSpan:
+        tables = [
+            [
+                7 * other + n
+                for n in ((3, 0, 5, 1, 6, 2, 4) if isinstance(pool, KVBlocks) else range(6))
+            ]
+            for pool in self.pools
+        ]
+        tokens = self.tokens[start:end]
+        rows = end - start
+        return StepSpan(tables=tables, tokens=tokens, start=start, logit_rows=rows, kv_read=kv_read)
+
+    def logits(self, *spans: StepSpan, threads: int = 2) -> np.ndarray:
+        found = self.step.run(spans, threads=threads)
+        assert found is not None
+        return found[1]
+
+
+@pytest.fixture
+def run(compiled: ctypes.CDLL) -> Run:
+    return Run(compiled, replace(SHAPES[7], layers=3))
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_rows_of_answers_have_their_bits_in_any_company(run: Run) -> None:
+    """Alone, several at once as a draft has them, beside rows that read all, and in groups of
+    layers; the first rows see no more than they may read."""
+    assert any(isinstance(pool, SealedBlocks) for pool in run.pools)
+    alone = [run.logits(run.span(at, at + 1), threads=1) for at in range(PROMPT, END)]
+    expected = np.concatenate(alone)
+    np.testing.assert_array_equal(run.logits(run.span(PROMPT, END), threads=3), expected)
+    dense = run.span(600, 750, other=1, kv_read=None)
+    found = run.logits(dense, run.span(PROMPT, END), run.span(PROMPT, END, other=1))
+    np.testing.assert_array_equal(found[150:], np.concatenate([expected] * 2))
+    np.testing.assert_array_equal(run.logits(dense), found[:150])
+    span, entering = run.span(PROMPT, END), None
+    for layers in (range(1), range(1, 2)):
+        cut, group = replace(span, logit_rows=0), LayerGroup(layers=layers, entering=entering)
+        result = run.step.run([cut], group=group)
+        assert result is not None
+        entering = result[0]
+    last = run.step.run([span], group=LayerGroup(layers=range(2, 3), entering=entering))
+    assert last is not None
+    np.testing.assert_array_equal(last[1], expected)
+
+
+def test_the_first_layers_and_short_texts_read_all(run: Run, compiled: ctypes.CDLL) -> None:
+    part = run.logits(run.span(PROMPT, END))
+    every = run.logits(run.span(PROMPT, END, kv_read=None))
+    assert 0 < np.abs(part - every).mean() < 0.5 * np.abs(every).mean()
+    np.testing.assert_array_equal(run.logits(run.span(PROMPT, END, kv_read=7 * BLOCK)), every)
+    short = run.span(READ - 8, READ, kv_read=None)
+    np.testing.assert_array_equal(run.logits(replace(short, kv_read=READ)), run.logits(short))
+    two = Run(compiled, replace(SHAPES[7], layers=2))
+    every = two.logits(two.span(PROMPT, END, kv_read=None))
+    np.testing.assert_array_equal(two.logits(two.span(PROMPT, END)), every)
+
+
+def test_what_cannot_choose_is_refused(native_library: ctypes.CDLL) -> None:
+    run = Run(native_library, replace(SHAPES[1], layers=1))
+    with pytest.raises(ValueError, match=r"511 tokens to read of k4v4 .* 512 or more"):
+        run.logits(run.span(PROMPT, END, kv_read=511))
