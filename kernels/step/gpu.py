@@ -21,11 +21,13 @@ from edgellm.kernels.gpu.kv_blocks import DevicePool
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
 from edgellm.kernels.linear.packed import PackedWeights
+from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.lora.gpu import MAX_RANK, Added, StepAdapters
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.state_blocks import StateBlocks, StateView
-from edgellm.kernels.step.checks import check_pools, check_weights
+from edgellm.kernels.step.checks import check_adapter, check_pools, check_weights
 from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
@@ -40,6 +42,8 @@ _CAPTURE = threading.Lock()
 MAX_ROWS = 512
 # Largest number of sequences in a captured decode step.
 DECODE_ROWS = 32
+# Linear layers of attention over latents that adapters do not change here.
+_OF_LATENTS = {"q", "k", "v", "query_down", "key_up", "value_up"}
 # Numbers of sequences whose steps are captured before the first answer.
 WARM_ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -131,8 +135,11 @@ class DeviceStep:
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(weights.layers, rows=MAX_ROWS, device=device)
         self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
-        self._chunk = Captured(self._launch_chunk, device)
-        self._decode: dict[int, Captured] = {}  # by number of rows
+        readers = [each for layer in self._layers for each in layer.readers]
+        self._adapters = StepAdapters(readers, rows=MAX_ROWS, device=device)
+        # by tiles of adapters, and by number of rows
+        self._chunk: dict[int, Captured] = {}
+        self._decode: dict[tuple[int, int], Captured] = {}
         self._pack: dict[int, Captured] = {}  # by number of rows
 
     def warm_up(self) -> None:
@@ -184,11 +191,14 @@ class DeviceStep:
             logits = self._logits.logits[: len(spans)]
             return _host(self._buffers.states[: len(spans)]), _host(logits)
         self._inputs.set(spans)
-        buffers = self._buffers.of(sum(counts))
+        tiles = self._set_adapters(spans)
+        buffers = self._buffers.of(sum(counts), self._added(tiles))
         if counts == [MAX_ROWS]:
             if should_stop is not None and should_stop():
                 return None
-            self._chunk()
+            if tiles not in self._chunk:
+                self._chunk[tiles] = Captured(partial(self._launch_chunk, tiles), self._device)
+            self._chunk[tiles]()
         elif not self._through_layers(self._inputs, counts, buffers, should_stop):
             return None
         states = _last_rows(buffers.states, spans)
@@ -249,18 +259,57 @@ class DeviceStep:
         """Run one token of each span by a captured graph; states and logits stay on the device."""
         rows = len(spans)
         self._decode_inputs.set(spans)
-        if rows not in self._decode:
-            self._decode[rows] = Captured(partial(self._launch_next, rows), self._device)
-        self._decode[rows]()
+        # as many tiles as rows, some of them without rows, so that one graph takes all adapters
+        sizes = rows, rows if self._set_adapters(spans) else 0
+        if sizes not in self._decode:
+            self._decode[sizes] = Captured(partial(self._launch_next, *sizes), self._device)
+        self._decode[sizes]()
 
-    def _launch_next(self, rows: int) -> None:
-        buffers = self._buffers.of(rows)
+    def _launch_next(self, rows: int, tiles: int) -> None:
+        buffers = self._buffers.of(rows, self._added(tiles))
         self._through_layers(self._decode_inputs, [1] * rows, buffers, None)
         logits = self._logits.of(rows)
         self._head_into(buffers.states, logits.logits, peaks=logits.peaks)
 
-    def _launch_chunk(self) -> None:
-        self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None)
+    def _launch_chunk(self, tiles: int) -> None:
+        buffers = self._buffers.of(MAX_ROWS, self._added(tiles))
+        self._through_layers(self._inputs, [MAX_ROWS], buffers, None)
+
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """Copy an adapter to the device, where it stays as long as there is the adapter.
+
+        Raises:
+            ValueError: it is for another model, or changes what Triton kernels do not change.
+        """
+        if adapter in self._adapters:
+            return
+        check_adapter(adapter, self._weights)
+        if adapter.rank > MAX_RANK:
+            raise ValueError(f"an adapter of rank {adapter.rank}; there is room for {MAX_RANK}")
+        for index, changes in enumerate(adapter.layers):
+            latent = self._weights.layers[index].latent is not None
+            others = changes.keys() & _OF_LATENTS if latent else ()
+            if others:
+                raise ValueError(
+                    f"the adapter changes layers.{index}.{min(others)}, which reads latents"
+                )
+        self._adapters.load(adapter)
+
+    def _set_adapters(self, spans: Sequence[StepSpan]) -> int:
+        """Copy what says which rows have which adapter; return the tiles, 0: no row has one."""
+        if all(span.adapter is None for span in spans):
+            return 0
+        for span in spans:
+            if span.adapter is not None:
+                self.load_adapter(span.adapter)
+        parts = (
+            ((None, span.adapter_start), (span.adapter, len(span.tokens) - span.adapter_start))
+            for span in spans
+        )
+        return self._adapters.set([run for both in parts for run in both])
+
+    def _added(self, tiles: int) -> Added | None:
+        return self._adapters.of(tiles) if tiles else None
 
     def _through_layers(
         self,

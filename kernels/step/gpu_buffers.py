@@ -13,6 +13,7 @@ from edgellm.kernels.experts.gpu import ExpertBuffers, ExpertSizes
 from edgellm.kernels.latent.gpu import HeadRows
 from edgellm.kernels.linear.gpu import FEW_ROWS, Rows
 from edgellm.kernels.linear.gpu_rows import CodedRows
+from edgellm.kernels.lora.gpu import Added
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.step.weights import LayerWeights
 
@@ -33,6 +34,7 @@ class Buffers:
         mixed, convolved: outputs of such a mixer, and room for a convolution, or for queries before
             RoPE.
         heads: for products of each head with its part of a weight, where there are latents.
+        adapters: adapters of the rows; None: no row has one.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
             of o and down.
     """
@@ -52,6 +54,13 @@ class Buffers:
     partials: Partials
     experts: ExpertBuffers | None
     heads: HeadRows | None
+    adapters: Added | None = None
+
+    @property
+    def coded(self) -> CodedRows | None:
+        """Room for inputs of o and down, if they are few, and not read by adapters."""
+        few = len(self.x) <= FEW_ROWS and self.adapters is None
+        return self.inner if few else None
 
     @classmethod
     def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
@@ -99,10 +108,11 @@ class Buffers:
             else None,
         )
 
-    def of(self, rows: int) -> Buffers:
-        """Return the part of the buffers for the first `rows` tokens."""
+    def of(self, rows: int, adapters: Added | None = None) -> Buffers:
+        """Return the part of the buffers for the first `rows` tokens, which may have adapters."""
         return replace(
             self,
+            adapters=adapters,
             x=self.x[:rows],
             qkv=self.qkv[:rows],
             q=self.q[:rows],

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from edgellm.kernels.attention.gpu import attend, takes_codes
@@ -31,12 +30,14 @@ from edgellm.kernels.linear.gpu import (
     linear,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
+from edgellm.kernels.lora.gpu import Readers
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
+from edgellm.kernels.step.gpu_buffers import Buffers, some
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_mixers import (
     DeviceBeside,
     DeviceMixer,
+    MixerReaders,
     Projection,
     beside_of,
     device_mixer,
@@ -44,6 +45,7 @@ from edgellm.kernels.step.gpu_mixers import (
     mix,
     projections_of,
 )
+from edgellm.kernels.step.gpu_mlp import DeviceMlp, joined_biases, mlp_of, router_of, shared_of
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
 
@@ -60,18 +62,6 @@ class DeviceRope(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMlp:
-    """MLP, all experts of a layer, or a shared expert; see `LayerWeights`."""
-
-    gate: DevicePackedWeights | None
-    gate_bias: torch.Tensor | None = None
-    up: DevicePackedWeights
-    up_bias: torch.Tensor | None = None
-    down: DevicePackedWeights
-    down_bias: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class DeviceLayer:
     """Layer with its weights in device memory, ready to `run`; see `LayerWeights`.
 
@@ -84,6 +74,7 @@ class DeviceLayer:
         mixer: mixer in place of attention, or None.
         beside: mixer that reads the same rows as attention, or None.
         latent: what attention over latents has beside the projections of keys and latents, or None.
+        changed: projections, o and what is beside it, as adapters change them.
     """
 
     slot: int
@@ -107,6 +98,14 @@ class DeviceLayer:
     shared: DeviceMlp | None
     post_mlp_norm: DeviceNorm | None
     router: DeviceRouter | None
+    changed: MixerReaders
+
+    @property
+    def readers(self) -> list[Readers]:
+        """Linear layers that adapters may change, those with the same input together."""
+        mlps = (self.mlp, self.shared)
+        of_mlps = (x for mlp in mlps if mlp is not None for x in (mlp.inputs, mlp.outputs))
+        return [each for each in (*self.changed, *of_mlps) if each is not None]
 
     @classmethod
     def of(
@@ -119,6 +118,10 @@ class DeviceLayer:
         """
         layer = weights.layers[index]
         norms, mixer = layer.head_norms, layer.mixer
+        biases: list[tuple[int, Floats | None]] = []
+        if mixer is None:
+            q, k, v = (each.outputs for each in layer.qkv)
+            biases = [(q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias)]
 
         def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
             return None if weight is None else DeviceNorm.of(weight, bias, device)
@@ -137,24 +140,18 @@ class DeviceLayer:
             beside=beside_of(weights, index, device),
             latent=latent_of(layer, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
-            qkv_bias=vector(_qkv_bias(layer)),
+            qkv_bias=vector(joined_biases(biases)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
             post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
             mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
-            mlp=DeviceMlp(
-                gate=None if layer.gate is None else DevicePackedWeights.of(layer.gate, device),
-                gate_bias=vector(layer.gate_bias),
-                up=DevicePackedWeights.of(layer.up, device),
-                up_bias=vector(layer.up_bias),
-                down=DevicePackedWeights.of(layer.down, device),
-                down_bias=vector(layer.down_bias),
-            ),
-            shared=_shared(layer, device),
+            mlp=mlp_of(layer, index, device),
+            shared=shared_of(layer, index, device),
             post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
-            router=_device_router(layer, device),
+            router=router_of(layer, device),
+            changed=MixerReaders.of(layer, index, device),
         )
 
     def run(
@@ -195,6 +192,7 @@ class DeviceLayer:
             self.o_bias,
             self.post_attention_norm,
             buffers,
+            readers=self.changed.o,
             coded=attended,
             then=then,
         )
@@ -211,6 +209,7 @@ class DeviceLayer:
             self.mlp.down_bias,
             self.post_mlp_norm,
             buffers,
+            readers=self.mlp.outputs,
             coded=activated,
             then=then,
         )
@@ -242,7 +241,8 @@ class DeviceLayer:
             gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
             product(self.q_gate, gate)
         if self.beside is not None:
-            linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
+            bias = self._biases(None, self.changed.mamba_o, mixed, None, buffers)
+            linear(mixed, o, buffers.x, buffers.rows, bias=bias, add=True, coded=coded)
         append_rotated(
             place.blocks,
             place.tables,
@@ -254,8 +254,7 @@ class DeviceLayer:
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
-        few = len(qkv) <= FEW_ROWS
-        coded = buffers.inner if few and takes_codes(self.host.head_dim) else None
+        coded = buffers.coded if takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
             place.tables,
@@ -326,8 +325,10 @@ class DeviceLayer:
         few, first = len(inputs) <= FEW_ROWS, 0
         if few and not ready:
             code_rows(inputs, buffers.residual, norm=norm, fine=True)
+        added = self._biases(None, self.changed.projections, inputs, norm, buffers)
 
         def product(weight: DevicePackedWeights, y: torch.Tensor, fine: bool = False) -> None:
+            nonlocal first
             linear(
                 inputs,
                 weight,
@@ -335,14 +336,28 @@ class DeviceLayer:
                 buffers.rows,
                 norm=norm,
                 epsilon=self.epsilon,
+                bias=None if added is None else added[:, first : first + weight.outputs],
                 fine=fine,
                 coded=buffers.residual if few else None,
             )
+            first += weight.outputs
 
         for weight, fine in self.projections:
             product(weight, out[:, first : first + weight.outputs], fine)
-            first += weight.outputs
         return product
+
+    def _biases(
+        self,
+        bias: torch.Tensor | None,
+        readers: Readers | None,
+        inputs: torch.Tensor,
+        norm: torch.Tensor | None,
+        buffers: Buffers,
+    ) -> torch.Tensor | None:
+        """Return biases, if any: of each row with what adapters add, where there are some."""
+        if buffers.adapters is None or readers is None:
+            return bias
+        return buffers.adapters.rows(readers, inputs, norm=norm, epsilon=self.epsilon)
 
     def _activate(
         self,
@@ -360,15 +375,19 @@ class DeviceLayer:
             tiles: slots of experts, if it is all of them.
         """
         count, room = len(inputs), buffers.experts
+        bias, up_bias, width = mlp.gate_bias, mlp.up_bias, mlp.up.outputs
+        if mlp.gate is None:
+            bias, up_bias = up_bias, None
         if tiles is None:
-            width, coded = mlp.up.outputs, buffers.inner
-            inner = buffers.activated[: count * width].view(-1, width)
+            inner, coded = buffers.activated[: count * width].view(-1, width), buffers.coded
+            added = self._biases(None, mlp.inputs, inputs, norm, buffers)
+            if added is not None:
+                bias, up_bias = added[:, :width], added[:, width:]
         else:
             assert self.router is not None
             assert room is not None
-            inner, coded = room.slots(self.router.sizes, count)[0], room.inner
-        gated = mlp.gate is not None
-        few = count <= FEW_ROWS
+            inner = room.slots(self.router.sizes, count)[0]
+            coded = room.inner if count <= FEW_ROWS else None
         linear(
             inputs,
             mlp.up if mlp.gate is None else mlp.gate,
@@ -376,15 +395,15 @@ class DeviceLayer:
             buffers.rows,
             norm=norm,
             epsilon=self.epsilon,
-            bias=mlp.gate_bias if gated else mlp.up_bias,
+            bias=bias,
             activation=self.host.activation,
-            up=mlp.up if gated else None,
-            up_bias=mlp.up_bias if gated else None,
+            up=None if mlp.gate is None else mlp.up,
+            up_bias=None if mlp.gate is None else up_bias,
             coded=buffers.residual if ready else None,
-            then=Next(coded) if few else None,
+            then=None if coded is None else Next(coded),
             tiles=tiles,
         )
-        return inner, coded if few else None
+        return inner, coded
 
     def _add_experts(
         self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None
@@ -403,7 +422,8 @@ class DeviceLayer:
         if self.shared is not None:
             inner, coded = self._activate(self.shared, inputs, norm, buffers, ready=ready)
             shared = buffers.states  # which has no inputs any longer
-            linear(inner, self.shared.down, shared, buffers.rows, coded=coded)
+            bias = self._biases(None, self.shared.outputs, inner, None, buffers)
+            linear(inner, self.shared.down, shared, buffers.rows, bias=bias, coded=coded)
         after = then if post is None else None
         to = buffers.x if post is None else buffers.states
         add_up(room, router, to, shared=shared, add=post is None, then=after)
@@ -428,6 +448,7 @@ class DeviceLayer:
         norm: DeviceNorm | None,
         buffers: Buffers,
         *,
+        readers: Readers | None,
         coded: CodedRows | None,
         then: Next | None,
     ) -> bool:
@@ -438,6 +459,7 @@ class DeviceLayer:
         """
         out = buffers.x if norm is None else buffers.states
         after = then if norm is None else None
+        bias = self._biases(bias, readers, inputs, None, buffers)
         linear(
             inputs, weight, out, buffers.rows, bias=bias, add=norm is None, coded=coded, then=after
         )
@@ -451,33 +473,3 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
     if norm is None or norm.bias is not None:
         return None
     return Next(buffers.residual, norm.weight, fine)
-
-
-def _shared(layer: LayerWeights, device: str) -> DeviceMlp | None:
-    if layer.shared is None:
-        return None
-    gate, up, down = (DevicePackedWeights.of(each, device) for each in layer.shared)
-    return DeviceMlp(gate=gate, up=up, down=down)
-
-
-def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
-    sizes, weight, bias = expert_sizes(layer), layer.router, layer.router_bias
-    if sizes is None or weight is None:
-        return None
-    if layer.shared_router is not None:
-        weight = np.concatenate([weight, layer.shared_router[None]])
-        bias = None if bias is None else np.append(bias, np.float32(0))
-    vectors = bias, layer.selection_bias, layer.expert_scale
-    on = (None if vector is None else on_device(vector, device) for vector in vectors)
-    return DeviceRouter(on_device(weight, device), sizes, *on)
-
-
-def _qkv_bias(layer: LayerWeights) -> Floats | None:
-    """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
-    if layer.q_bias is None and layer.k_bias is None and layer.v_bias is None:
-        return None
-    q, k, v = layer.qkv
-    parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
-    return np.concatenate(
-        [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
-    )

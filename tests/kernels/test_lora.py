@@ -13,7 +13,7 @@ from model_shapes import EXPERTS, HYBRIDS, LATENTS, PARTS, SHAPES, UNEVEN, Parts
 from random_model import Model, View, span_of
 
 from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter
-from edgellm.kernels.lora.weights import rounded
+from edgellm.kernels.lora.reference import change
 from edgellm.kernels.step import reference
 
 LAYERS = {
@@ -274,9 +274,15 @@ def test_an_adapter_of_another_model_is_refused(native_library: ctypes.CDLL) -> 
         )
 
 
-def test_numbers_are_rounded_to_the_nearest_bfloat16() -> None:
-    values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-9, 1 + 5 * 2**-9], np.float32)
-    assert rounded(values).tolist() == [1.0, 1.0, 1 + 2**-6, -1.0, 1 + 2**-7]
+def test_rounding_moves_a_change_by_one_percent() -> None:
+    """However much the ranks differ, of which one changes nothing."""
+    rng = np.random.default_rng(1)
+    a, b = rng.standard_normal((8, 576), np.float32), rng.standard_normal((300, 8), np.float32)
+    a *= np.float32(10) ** np.arange(-4, 4)[:, None]
+    b /= np.float32(10) ** np.arange(-4, 4)
+    a[3] = 0
+    exact, found = a.T @ b.T, change(np.eye(576), LowRank(a, b))
+    assert 0.002 < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 0.012
 
 
 def test_matrices_that_do_not_fit_are_refused() -> None:
