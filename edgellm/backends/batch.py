@@ -34,7 +34,7 @@ class Span:
             With a group, tokens are counted into the sequence only after the last layer, and the
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
         adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
-            kernels take an adapter.
+            kernels and Triton's take an adapter.
         adapter_start: number of first tokens that go without it.
         drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
         all_states: whether the hidden states of all rows are asked for; else those of rows without

@@ -18,6 +18,7 @@ from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.linear import PackedWeights
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.store.manifest import PACKED
 
 Floats = NDArray[np.float32]
@@ -38,6 +39,14 @@ class StepModel(Protocol):
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
         """See `Backend.run`."""
+
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """Make an adapter ready for rows that have it.
+
+        Raises:
+            UnsupportedModelError: it changes what the kernels do not change.
+            MemoryEstimateError: there is no room for it.
+        """
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """Multiply rows `[rows, K]` to `[rows, N]` as the step does, for the self-test.

@@ -27,7 +27,7 @@ class StepSpan:
         tokens: token ids.
         start: position of the first token.
         logit_rows: number of last tokens that go through the LM head.
-        adapter: adapter of the tokens, in C++ alone; None: the model as it is.
+        adapter: adapter of the tokens; None: the model as it is.
         adapter_start: number of first tokens that go without it.
     """
 

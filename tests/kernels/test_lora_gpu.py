@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,10 +19,10 @@ from gpu_steps import step_on  # noqa: E402
 from model_shapes import HYBRIDS, LATENTS, PARTS, SHAPES, Parts, Shape  # noqa: E402
 from random_model import Model, View, span_of  # noqa: E402
 
-from edgellm.kernels.lora import CHANGED, AdapterWeights, LowRank, pack_adapter  # noqa: E402
+from edgellm.kernels.lora import CHANGED, LowRank, pack_adapter  # noqa: E402
 from edgellm.kernels.lora.gpu import Readers, StepAdapters  # noqa: E402
 from edgellm.kernels.lora.reference import change  # noqa: E402
-from edgellm.kernels.step import StepSpan, reference  # noqa: E402
+from edgellm.kernels.step import reference  # noqa: E402
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, (40, 16)), (576, (70,))])
@@ -95,19 +97,105 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 )
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_matches_the_reference(triton_device: str, name: str, rank: int) -> None:
-    """Some rows, one more, and more than few."""
+    """Some rows, one more, and more than few, for which mixers have no other code."""
     model = Model(LAYERS[name])
     changes = test_lora.changes_of(model, rank)
     adapter = test_lora.packed(model, changes)
+    cuts = (0, 7, 8) if name in HYBRIDS or "mamba2" in name else (0, 7, 8, 43)
     expected, _ = reference.forward(
-        model.weights, model.floats, model.tokens[:43], model.turns, format="f32", adapter=changes
+        model.weights,
+        model.floats,
+        model.tokens[: cuts[-1]],
+        model.turns,
+        format="f32",
+        adapter=changes,
     )
     views = model.views("f32")
-    step, pools = step_on(model, views, triton_device)
+    step, _ = step_on(model, views, triton_device)
     found = []
-    for start, end in ((0, 7), (7, 8), (8, 43)):
+    for start, end in itertools.pairwise(cuts):
         span = span_of(views, model.tokens[start:end], start, logit_rows=1)
         result = step.run([replace(span, adapter=adapter)])
         assert result is not None
         found.append(result[0])
     assert distance(np.concatenate(found), expected) < 0.03
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("grouped queries", marks=pytest.mark.smoke),
+        *("everything", "experts and a shared one", "mamba2 beside"),
+    ],
+)
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_rows_of_several_adapters_are_as_alone_and_as_in_cpp(
+    triton_device: str, native_library: ctypes.CDLL, name: str
+) -> None:
+    """Rows of none have the bits of the same step without adapters."""
+    model = Model(LAYERS[name])
+    adapters = [
+        test_lora.packed(model, test_lora.changes_of(model, 8)),
+        test_lora.packed(model, test_lora.changes_of(model, 17, parts=("q", "v", "up", "mamba_o"))),
+        None,
+        test_lora.packed(model, test_lora.changes_of(model, 40, parts=("o", "k", "shared_down"))),
+    ]
+    order = (0, 0, 2, 1, 3)
+    counts = (1, 1, 2, 3, 1)
+    pools = model.pools("f32", blocks=len(order))
+    spans = [
+        replace(
+            span_of(
+                [View(blocks, [i]) for blocks in pools],
+                model.tokens[9 * i : 9 * i + counts[i]],
+                0,
+                logit_rows=1,
+            ),
+            adapter=adapters[which],
+            adapter_start=2 if counts[i] == 3 else 0,
+        )
+        for i, which in enumerate(order)
+    ]
+    step, _ = step_on(model, [View(blocks, []) for blocks in pools], triton_device)
+    ends = np.cumsum(counts)[:-1]
+    together = np.split(step.run(spans)[0], ends)
+    plain = np.split(step.run([replace(span, adapter=None) for span in spans])[0], ends)
+    np.testing.assert_array_equal(together[2], plain[2])
+    np.testing.assert_array_equal(together[3][:2], plain[3][:2])
+    in_cpp = model.step(native_library, [View(blocks, []) for blocks in pools]).run(spans)
+    assert distance(np.concatenate(together), in_cpp[0]) < 0.03
+    for i, ours in enumerate(together):
+        alone, _ = step.run([spans[i]])
+        assert distance(ours, alone) < 4e-3
+        if i not in (2, 3):
+            assert distance(ours, plain[i]) > 0.2
+
+
+def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) -> None:
+    """Others in each step, and again those of the first."""
+    model = Model(SHAPES[0])
+    adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (2, 5)]
+    views = model.views("f32")
+    step, _ = step_on(model, views, triton_device)
+    span = span_of(views, model.tokens[:1], 0, logit_rows=1)
+    found = [
+        step.best([replace(span, adapter=adapter)])[0].scores
+        for adapter in (adapters[0], None, adapters[1], adapters[0])
+    ]
+    np.testing.assert_array_equal(found[0], found[3])
+    assert len({scores.tobytes() for scores in found}) == 3
+
+
+def test_what_triton_does_not_change_is_refused(triton_device: str) -> None:
+    model = Model(LATENTS["latents"])
+    step, _ = step_on(model, model.views("f32"), triton_device)
+    for part in ("v", "key_up"):
+        changes = test_lora.changes_of(model, 2, parts=(part,))
+        with pytest.raises(ValueError, match=rf"layers\.0\.{part}, which reads latents"):
+            step.load_adapter(test_lora.packed(model, changes))
+    wide = test_lora.changes_of(model, 600, parts=("up",))
+    with pytest.raises(ValueError, match="rank 600; there is room for 512"):
+        step.load_adapter(test_lora.packed(model, wide))
+    other = Model(SHAPES[0])
+    with pytest.raises(ValueError, match="layers of the adapter"):
+        step.load_adapter(test_lora.packed(other, test_lora.changes_of(other, 2)))
