@@ -43,6 +43,7 @@ from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
+from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
@@ -88,6 +89,7 @@ class Shape:
         beside: whether that mixer, a Mamba-2, is beside attention in its layers.
         latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
             RoPE turns; 0: there are none.
+        adapter: whether rows have an adapter, of attention and MLP.
     """
 
     hidden: int
@@ -109,6 +111,7 @@ class Shape:
     mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
     beside: bool = False
     latent: int = 0
+    adapter: bool = False
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -118,6 +121,7 @@ class Shape:
 
 SHAPES = {
     "SmolLM2-135M": Shape(576, 1536, 9, 3, 64),
+    "SmolLM2-with-adapters": Shape(576, 1536, 9, 3, 64, biases=True, adapter=True),
     "Llama-3-8B": Shape(4096, 14336, 32, 8, 128),
     "Gemma-2-2B": Shape(
         2304, 9216, 8, 4, 256, post_norms=True, activation="gelu_tanh", softcap=True
@@ -220,12 +224,14 @@ def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Laun
     Args:
         kinds: kinds of weights, which take turns in the layers.
     """
-    step, pools = _step(shape, format, kinds)
+    step, pools, layers = _step(shape, format, kinds)
+    adapter = _adapter(layers) if shape.adapter else None
     with _recorded() as recorded:
         # 17 to 32 rows are left out: gate and up of SmolLM2-135M in int4_affine spill 64 bytes on
         # sm_80 there, where 16 warps share the registers
         for counts in ([1], [5], [16], [100], [1, 1], [1, 100]):
-            step.run([_span(count, pools) for count in counts])
+            spans = [_span(count, pools) for count in counts]
+            step.run([replace(span, adapter=adapter) for span in spans])
         step.logits(np.zeros((1, shape.hidden), np.float32))
     return _once(reversed(recorded))
 
@@ -405,7 +411,7 @@ def _longest_loop(assembly: str) -> Mapping[str, int]:
 
 def _step(
     shape: Shape, format: KVFormat, kinds: Sequence[Kind]
-) -> tuple[DeviceStep, Sequence[DevicePool]]:
+) -> tuple[DeviceStep, Sequence[DevicePool], Sequence[LayerWeights]]:
     turns = cycle(kinds)
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
     if shape.latent:
@@ -436,7 +442,18 @@ def _step(
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
         pools.append(DeviceStates.like(states, "cpu"))
-    return DeviceStep(weights, [RopeTable(angles, angles)], pools, "cpu"), pools
+    return DeviceStep(weights, [RopeTable(angles, angles)], pools, "cpu"), pools, layers
+
+
+def _adapter(layers: Sequence[LayerWeights]) -> AdapterWeights:
+    rank = 16
+
+    def change(weight: PackedWeights) -> LowRank:
+        a, b = ((rank, weight.inputs), (weight.outputs, rank))
+        return LowRank(np.zeros(a, np.float32), np.zeros(b, np.float32))
+
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    return pack_adapter([{name: change(getattr(x, name)) for name in names} for x in layers])
 
 
 def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
