@@ -455,18 +455,7 @@ def product_kernel(
     if ROW_BIAS:
         at, of_bias = row * bias_stride + output, there
     y = epilogue(
-        y,
-        second,
-        bias_ptr,
-        up_bias_ptr,
-        at,
-        of_bias,
-        cap,
-        BIAS,
-        ACTIVATION,
-        GATED,
-        UP_BIAS,
-        CAP,
+        y, second, bias_ptr, up_bias_ptr, at, of_bias, cap, BIAS, ACTIVATION, GATED, UP_BIAS, CAP
     )
     if BACK:
         slot = tl.load(source_ptr + slot, mask=row < rows, other=0)
