@@ -28,12 +28,13 @@ from edgellm.errors import (
 )
 
 if TYPE_CHECKING:
-    from edgellm.batch import BatchAnswer, BatchRequest
     from edgellm.chat import Chat
     from edgellm.engine.adapters import AdapterSource
     from edgellm.engine.answer import LogitFilter
     from edgellm.engine.call import CallArguments, ChatCallArguments
+    from edgellm.generation import BatchAnswer, BatchRequest
     from edgellm.generation_options import GenerationArguments, GenerationOptions
+    from edgellm.infill import InfillArguments
     from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
@@ -56,8 +57,8 @@ __version__ = "0.1.0"
 # Imported when first used: errors and version must not cost the import of numpy and tokenizers.
 _LAZY = {
     "AdapterSource": "edgellm.engine.adapters",
-    "BatchAnswer": "edgellm.batch",
-    "BatchRequest": "edgellm.batch",
+    "BatchAnswer": "edgellm.generation",
+    "BatchRequest": "edgellm.generation",
     "CallArguments": "edgellm.engine.call",
     "Chat": "edgellm.chat",
     "ChatCallArguments": "edgellm.engine.call",
@@ -69,6 +70,7 @@ _LAZY = {
     "GenerationArguments": "edgellm.generation_options",
     "GenerationOptions": "edgellm.generation_options",
     "Grammar": "edgellm.text.grammar",
+    "InfillArguments": "edgellm.infill",
     "JsonFilter": "edgellm.text.grammar",
     "KVFormat": "edgellm.kernels.kv_blocks",
     "LLM": "edgellm.llm",
@@ -110,6 +112,7 @@ __all__ = [
     "GenerationArguments",
     "GenerationOptions",
     "Grammar",
+    "InfillArguments",
     "JsonFilter",
     "KVFormat",
     "LoadArguments",

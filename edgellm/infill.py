@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.engine.call import Call
+from edgellm.checks import check_text
+from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import iterate
 from edgellm.engine.samplers import keep_min_p, keep_top_p, softmax
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
-from edgellm.results import Piece
+from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
 from edgellm.text.fim import ORDERS, Budget, Gap, Order, assemble, require_family
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
 
-__all__ = ["ORDERS", "Gap", "Order", "infill_options", "infill_tokens", "stream_infill"]
+__all__ = ["ORDERS", "Gap", "Order", "infill_options", "infill_tokens"]
 
 _REQUEST = (
     "Text is missing at the mark <gap/>. Answer with the missing text alone: no explanation, no "
@@ -32,6 +34,70 @@ _REQUEST = (
 _MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2
+
+
+class InfillArguments(CallArguments, total=False):
+    """Keyword arguments of an infill: those of `CallArguments`, and these.
+
+    extra: other files, each a path and its text.
+    path: path of the file with the gap, `main` if it is not given; used only with other files or a
+        repository.
+    repository: name of the files' repository.
+    order: order of the parts: `psm`, `spm`, or None for the order of the model's training. With
+        `spm` the suffix keeps its place in the KV cache while the prefix grows.
+    single_line: whether to stop at the end of the line.
+    template: whether to ask in words through the chat template, for models without infill tokens.
+    """
+
+    extra: Sequence[tuple[str, str]]
+    path: str
+    repository: str | None
+    order: Order | None
+    single_line: bool
+    template: bool
+
+
+class Infilling:
+    """Methods of `LLM` for gaps in a text."""
+
+    @property
+    def engine(self) -> Engine:
+        """Engine that runs the model."""
+        raise NotImplementedError
+
+    def infill(self, prefix: str, suffix: str, **arguments: Unpack[InfillArguments]) -> Completion:
+        """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
+
+        Args:
+            arguments: see `InfillArguments`; `min_indent` and `time_limit_ms` are for editors.
+
+        Raises:
+            UnsupportedModelError: the model has no infill tokens, and `template` is not set.
+        """
+        return completion(list(self.stream_infill(prefix, suffix, **arguments)))
+
+    def stream_infill(
+        self, prefix: str, suffix: str, **arguments: Unpack[InfillArguments]
+    ) -> Iterator[Piece]:
+        """Stream the text of `infill`, piece by piece."""
+        gap = Gap(
+            prefix=prefix,
+            suffix=suffix,
+            extra=arguments.pop("extra", ()),
+            path=arguments.pop("path", "main"),
+            repository=arguments.pop("repository", None),
+        )
+        for argument in ("prefix", "suffix", "path"):
+            check_text(argument, getattr(gap, argument))
+        order, template = arguments.pop("order", None), arguments.pop("template", False)
+        single_line = arguments.pop("single_line", False)
+        if arguments.get("options") is None:
+            arguments.setdefault("temperature", 0.0)
+        call = model_call(self.engine, arguments)
+        if single_line:
+            stop = [*call.options.stop, "\n"]
+            call = replace(call, options=replace(call.options, stop=stop))
+        return _filled(self.engine, gap, call, order=order, template=template)
 
 
 def infill_tokens(
@@ -79,26 +145,10 @@ def infill_options(engine: Engine, options: GenerationOptions) -> GenerationOpti
     )
 
 
-def stream_infill(
-    engine: Engine,
-    gap: Gap,
-    call: Call,
-    *,
-    order: Order | None = None,
-    template: bool = False,
+def _filled(
+    engine: Engine, gap: Gap, call: Call, *, order: Order | None, template: bool
 ) -> Iterator[Piece]:
-    """Stream the text for a gap, piece by piece.
-
-    Tokens at the beginning that an earlier prompt had as well come from the KV cache.
-
-    Args:
-        order: order of the parts; None: the family's own.
-        template: whether to ask in words, through the chat template, instead of with the family's
-            tokens.
-
-    Raises:
-        UnsupportedModelError: the model has no infill tokens, and `template` is not set.
-    """
+    """Stream the text for a gap; its beginning comes from the KV cache where a prompt had it."""
     if template:
         tokens = _in_words(engine, gap)
     else:

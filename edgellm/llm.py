@@ -11,7 +11,6 @@ from typing import TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.batch import TextGeneration
 from edgellm.chat import Chat
 from edgellm.checks import (
     check_choice,
@@ -44,6 +43,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import iterate
 from edgellm.engine.memory import context_note
 from edgellm.errors import OptionError
+from edgellm.generation import TextGeneration
 from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,

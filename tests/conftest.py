@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ import psutil
 import pytest
 from profiles import load_profile
 from requirements import unavailable
-from tiny_families import save_tokenizer
+from tiny_models import save_tokenizer
 
 from edgellm.backends import thread_pool
+from edgellm.backends.batch import Backend, Rows, Span
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.backends.selection import select
-from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.engine.one_sequence import compute_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.export import export
 from edgellm.export.calibrate import CalibrationOptions
@@ -252,16 +254,29 @@ def export_static(tiny_model: Path) -> Callable[..., Path]:
     return run
 
 
+class _Recorded:
+    """A back end that counts how many tokens ran where."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.places = backend, Counter[str]()
+        self.rows_at_once = backend.rows_at_once
+
+    def run(self, spans: Sequence[Span], **options: Any) -> list[Rows]:
+        results = self._backend.run(spans, **options)
+        for computed in results:
+            self.places.update(computed.places)
+        return results
+
+
 @pytest.fixture(scope="session")
 def logits_and_places() -> Callable[[LLM, list[int]], tuple[np.ndarray, dict[str, int]]]:
     """Prefills a sequence of its own: the last logits, and how many tokens ran where."""
 
     def run(llm: LLM, tokens: list[int]) -> tuple[np.ndarray, dict[str, int]]:
-        sequence, places = llm.engine.cache.sequence(), dict[str, int]()
-        hooks = Hooks(on_place=lambda name, n: places.update({name: places.get(name, 0) + n}))
-        logits = compute_prompt(llm.engine.prefill, tokens, sequence, hooks).copy()
+        sequence, backend = llm.engine.cache.sequence(), _Recorded(llm.engine.prefill)
+        logits = compute_prompt(backend, tokens, sequence).copy()
         sequence.truncate(0)
-        return logits, places
+        return logits, dict(backend.places)
 
     return run
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends import providers
+from edgellm.backends.batch import StepModel
 from edgellm.backends.forward import Host, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.providers import CPU, CUDA
@@ -21,7 +22,6 @@ from edgellm.backends.registry import NATIVE, STEPS, BackendFile, backend_file
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.selection import Parts
 from edgellm.backends.self_test import check_once
-from edgellm.backends.step_backend import StepModel
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED, map_arrays

@@ -125,7 +125,7 @@ class Segments:
         return self._buffers[chunk, slot]
 
     def run(self, index: int, chunk: int, inputs: Mapping[str, Floats]) -> list[Floats]:
-        """Run one graph by itself, on arrays of its own: for tests of the provider."""
+        """Run one graph by itself, on arrays of its own, as the self-test does."""
         session = self._sessions[None if self._symbolic else chunk][index]
         outputs: list[Floats] = session.run(None, inputs)
         return outputs

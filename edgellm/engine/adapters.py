@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.backends.batch import Backend
+from edgellm.backends.batch import Backend, StepBackend, StepModel
 from edgellm.backends.registry import AUTO, NATIVE
-from edgellm.backends.step_backend import StepBackend, StepModel
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig

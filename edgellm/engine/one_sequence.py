@@ -27,14 +27,12 @@ class Hooks:
     Attributes:
         cancel: event that stops the prompt; finished steps stay in the sequence.
         on_hidden: called with each step's hidden states `[n, E]`, padding left out.
-        on_place: called with a place, named as in `prefill` and `decode`, and its number of tokens.
         on_tasks: called with records of the tasks that ran, some at a time.
         adapter: adapter of the tokens; None: none.
     """
 
     cancel: threading.Event | None = None
     on_hidden: Callable[[Floats], None] | None = None
-    on_place: Callable[[str, int], None] | None = None
     on_tasks: Callable[[SequenceOf[TaskRecord]], None] | None = None
     adapter: AdapterWeights | None = None
 
@@ -66,9 +64,6 @@ def compute_prompt(
         span = Span(sequence, part, logit_rows=int(last), all_states=states, adapter=hooks.adapter)
         (computed,) = backend.run([span], should_stop=should_stop)
         logits = computed.logits
-        if hooks.on_place is not None:
-            for place, count in computed.places.items():
-                hooks.on_place(place, count)
         if hooks.on_hidden is not None:
             hooks.on_hidden(computed.hidden)
         if hooks.on_tasks is not None:

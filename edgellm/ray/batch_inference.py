@@ -27,7 +27,7 @@ from edgellm.text.prompt import Message
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from edgellm.batch import Prompt
+    from edgellm.generation import Prompt
     from edgellm.results import Completion
 
 Batch = dict[str, "NDArray[Any]"]

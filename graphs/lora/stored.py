@@ -138,10 +138,10 @@ class _Reader:
                 if spec.role != "linear":
                     continue
                 canonical = f"layers.{index}.{spec.name}"
-                found = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
-                if found:
-                    self._refuse_part(min(found), spec, self._config.layers[index])
-                for name in found:
+                names = self._adapter.changes.keys() & set(self._translation.names_of(canonical))
+                if names:
+                    self._refuse_part(min(names), spec, self._config.layers[index])
+                for name in names:
                     changes[spec.name] = self._change(canonical, name, spec.shape)
                     used.add(name)
             layers.append(changes)

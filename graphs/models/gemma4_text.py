@@ -34,8 +34,7 @@ from edgellm.graphs.layer_config import (
     SharedExpert,
 )
 from edgellm.graphs.layer_kinds import FULL, SLIDING, layer_types, sliding_of_gguf
-from edgellm.graphs.stack import cut_rows
-from edgellm.graphs.tensor import Tensor, rows_of_tensor
+from edgellm.graphs.tensor import Tensor, cut_rows, rows_of_tensor
 from edgellm.graphs.translation import with_values
 from edgellm.kernels.experts import Routing
 
@@ -275,9 +274,9 @@ def _full_sizes(
         )
     each = Fields(sizes[0], origin=f"{fields.origin}: per_layer_config")
     head_dim = each.read(int, "head_dim")
-    found = each.optional(int, "num_key_value_heads")
+    full_kv_heads = each.optional(int, "num_key_value_heads")
     each.refuse_unread()
-    return kv_heads if found is None else found, head_dim
+    return kv_heads if full_kv_heads is None else full_kv_heads, head_dim
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
@@ -345,13 +344,13 @@ def by_layer(fields: Fields, key: str, count: int) -> list[int]:
 
 def _one(fields: Fields, values: Sequence[int], sliding: Sequence[bool], local: bool) -> int:
     """Return the KV heads of layers with or without the window, which are the same in all."""
-    found = {value for value, here in zip(values, sliding, strict=True) if here == local}
-    if len(found) > 1:
+    counts = {value for value, here in zip(values, sliding, strict=True) if here == local}
+    if len(counts) > 1:
         raise UnsupportedModelError(
-            f"{fields.origin}: layers of one kind have {sorted(found)} KV heads; supported is one "
+            f"{fields.origin}: layers of one kind have {sorted(counts)} KV heads; supported is one "
             "number for each kind"
         )
-    return found.pop() if found else values[0]
+    return counts.pop() if counts else values[0]
 
 
 def _turning(rope: Rope) -> Rope:

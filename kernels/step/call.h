@@ -27,7 +27,7 @@ struct Norm {
 };
 
 // What a token's own embedding for a layer adds behind the MLP: output(activation(gate(x)) * e), where e is made of
-// the embedding and of context(first row of the token), see layer_input.h. Without panels there is none.
+// the embedding and of context(first row of the token), see `activate_input`. Without panels there is none.
 struct LayerInput {
     Linear context, gate, output;  // [width, hidden] twice, [hidden, width]
     const float* post_norm;        // [hidden], of what is added

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgellm.batch import BatchRequest
+from edgellm.generation import BatchRequest
 from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.architecture import architecture
 from edgellm.graphs.config import ModelConfig

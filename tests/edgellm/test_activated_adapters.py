@@ -12,11 +12,11 @@ import pytest
 from requirements import unavailable
 from tiny_adapters import ALPHA, Pairs, pairs_of, write_gguf_adapter, write_peft
 
-from edgellm.batch import BatchRequest
 from edgellm.cache.prefix_index import Root
 from edgellm.engine.adapters import NEVER
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.export.source_checkpoint import MergedCheckpoint
+from edgellm.generation import BatchRequest
 from edgellm.generation_options import GenerationOptions
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.lora import open_adapter

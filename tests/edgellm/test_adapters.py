@@ -13,12 +13,11 @@ import pytest
 from inspection import commands, context
 from requirements import unavailable
 from tiny_adapters import ALPHA, Pairs, merged, pairs_of, write_gguf_adapter, write_peft
-from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import make, save_tokenizer
 from waiting import until
 
 from edgellm.backends.batch import Span
-from edgellm.batch import BatchRequest
 from edgellm.engine.adapters import adapter_bytes
 from edgellm.errors import (
     EdgeLLMError,
@@ -28,6 +27,7 @@ from edgellm.errors import (
     SessionFileError,
     UnsupportedModelError,
 )
+from edgellm.generation import BatchRequest
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library

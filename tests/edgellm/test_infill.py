@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import Clock
 
-from edgellm.batch import BatchRequest, Prompt
 from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.generation import BatchRequest, Prompt
 from edgellm.generation_options import GenerationOptions
 from edgellm.infill import Gap
 from edgellm.llm import LLM, load

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_families import FAMILIES, logits, make, save_tokenizer
+from tiny_families import FAMILIES
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.backends.int8_support import int8_products_are_exact
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens

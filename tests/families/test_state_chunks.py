@@ -14,8 +14,8 @@ import pytest
 from inspection import used_blocks
 from matrix import usable
 from rounded_weights import found, round_weights
-from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import VOCABULARY
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.backends.chunk import Chunk

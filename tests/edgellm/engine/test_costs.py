@@ -4,9 +4,11 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgellm.backends.chunked_backend import ChunkedBackend
@@ -14,9 +16,8 @@ from edgellm.backends.planner import Costs
 from edgellm.backends.registry import STEPS
 from edgellm.engine import costs
 from edgellm.engine.costs import MeasuredPrompt, from_json
-from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.export import export
-from edgellm.llm import load
+from edgellm.llm import LLM, load
 from edgellm.measure.explain import keep_prompt
 from edgellm.store.bundle import COSTS, Bundle, open_bundle
 
@@ -136,25 +137,21 @@ def test_the_longest_whole_prompt_is_kept(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_is_followed(smollm2_all: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_is_followed(
+    smollm2_all: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+    logits_and_places: Callable[[LLM, list[int]], tuple[np.ndarray, dict[str, int]]],
+) -> None:
     """A tail in the native step and one in a padded chunk continue a text alike."""
-    engine = load(str(smollm2_all.path), prefill="cpu").engine
+    llm = load(str(smollm2_all.path), prefill="cpu")
+    engine = llm.engine
     if engine.decoder.name != "native":
         pytest.skip("installed without a compiler")
     tokens = engine.tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 16)[:140]
     found = []
     for planned in (Costs({128: 1.0}, 0.1, 0.01), Costs({128: 1.0})):
         monkeypatch.setattr(engine.prefill, "costs", planned)
-        sequence = engine.cache.sequence()
-        seen: list[tuple[str, int]] = []
-        logits = compute_prompt(
-            engine.prefill,
-            tokens,
-            sequence,
-            Hooks(on_place=lambda *place, seen=seen: seen.append(place)),
-        )
-        assert seen == [("cpu", 128), ("native" if planned.call else "cpu", 12)]
-        assert len(sequence) == 140
+        logits, places = logits_and_places(llm, tokens)
+        assert places == ({"cpu": 128, "native": 12} if planned.call else {"cpu": 140})
         found.append(int(logits.argmax()))
-        sequence.truncate(0)
     assert found[0] == found[1]

@@ -1,7 +1,4 @@
-"""Answers to prompts: texts continued, one or many together, and gaps filled.
-
-Many share steps and so the reading of the weights.
-"""
+"""Answers to prompts, one or many together: many share steps and so the reading of the weights."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Unpack, overload
 
-from edgellm.checks import check_hooks, check_number, check_text, check_token_ids
+from edgellm.checks import check_hooks, check_number, check_token_ids
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
@@ -20,11 +17,11 @@ from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.errors import EdgeLLMError, OptionError
 from edgellm.generation_options import GenerationOptions
-from edgellm.infill import infill_options, infill_tokens, stream_infill
+from edgellm.infill import Infilling, infill_options, infill_tokens
 from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion
 from edgellm.session import Session
-from edgellm.text.fim import Gap, Order
+from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message, encode_conversation
 
 # A text or token ids, to be continued; messages, for the chat template; a gap, to be filled.
@@ -220,13 +217,8 @@ def is_many(prompt: object) -> bool:
     return all(isinstance(each, (str, list, tuple, BatchRequest, Gap)) for each in prompt)
 
 
-class TextGeneration:
+class TextGeneration(Infilling):
     """Methods of `LLM` for prompts without a chat template."""
-
-    @property
-    def engine(self) -> Engine:
-        """Engine that runs the model."""
-        raise NotImplementedError
 
     @overload
     def generate(
@@ -353,73 +345,6 @@ class TextGeneration:
         """
         pending = self._batch(prompts, n, self._call(arguments))
         return aiterate(self.engine.loop, pending)
-
-    def infill(
-        self,
-        prefix: str,
-        suffix: str,
-        *,
-        extra: Sequence[tuple[str, str]] = (),
-        path: str = "main",
-        repository: str | None = None,
-        order: Order | None = None,
-        single_line: bool = False,
-        template: bool = False,
-        **arguments: Unpack[CallArguments],
-    ) -> Completion:
-        """Return the text that belongs between a prefix and a suffix; greedy unless told otherwise.
-
-        Args:
-            extra: other files, each a path and its text.
-            path: path of the file with the gap; used only with other files or a repository.
-            repository: name of the files' repository.
-            order: order of the parts: `psm`, `spm`, or None for the order of the model's training.
-                With `spm` the suffix keeps its place in the KV cache while the prefix grows.
-            single_line: whether to stop at the end of the line.
-            template: whether to ask in words through the chat template, for models without infill
-                tokens.
-            arguments: see `CallArguments`; `min_indent` and `time_limit_ms` are for editors.
-
-        Raises:
-            UnsupportedModelError: the model has no infill tokens, and `template` is not set.
-        """
-        pieces = self.stream_infill(
-            prefix,
-            suffix,
-            extra=extra,
-            path=path,
-            repository=repository,
-            order=order,
-            single_line=single_line,
-            template=template,
-            **arguments,
-        )
-        return completion(list(pieces))
-
-    def stream_infill(
-        self,
-        prefix: str,
-        suffix: str,
-        *,
-        extra: Sequence[tuple[str, str]] = (),
-        path: str = "main",
-        repository: str | None = None,
-        order: Order | None = None,
-        single_line: bool = False,
-        template: bool = False,
-        **arguments: Unpack[CallArguments],
-    ) -> Iterator[Piece]:
-        """Stream the text of `infill`, piece by piece."""
-        for argument, value in (("prefix", prefix), ("suffix", suffix), ("path", path)):
-            check_text(argument, value)
-        gap = Gap(prefix=prefix, suffix=suffix, extra=extra, path=path, repository=repository)
-        if arguments.get("options") is None:
-            arguments.setdefault("temperature", 0.0)
-        call = self._call(arguments)
-        if single_line:
-            stop = [*call.options.stop, "\n"]
-            call = replace(call, options=replace(call.options, stop=stop))
-        return stream_infill(self.engine, gap, call, order=order, template=template)
 
     def _call(self, arguments: CallArguments) -> Call:
         return model_call(self.engine, arguments)
