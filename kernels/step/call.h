@@ -146,7 +146,7 @@ struct StepCall {
 // Arguments of the experts of one layer; the same fields, in the same order, as in native.py.
 struct ExpertsCall {
     const Transformer* model;
-    const float* x;   // [count, hidden], normalized
+    const float* x;   // [count, hidden], normalized; of a layer with an MLP beside its experts, of the residual
     float* y;         // [count, hidden]
     char* workspace;  // edgellm_experts_workspace bytes
     int32_t layer, count, threads;

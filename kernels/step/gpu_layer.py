@@ -4,36 +4,38 @@ Absent parts cost nothing: a layer with only RMS norms before products takes sev
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
 first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
-latents takes seven launches more.
+latents takes seven launches more, an MLP beside experts five, a laurel five, an embedding of the
+layer's own five, and residual streams three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from edgellm.kernels.altup.gpu import DeviceAltUp
 from edgellm.kernels.attention.gpu import attend, takes_codes
-from edgellm.kernels.attention.gpu_tiles import Work
-from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
+from edgellm.kernels.attention.gpu_tiles import Tiling, Work
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.latent.gpu import DeviceLatent
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
     Next,
-    Tiles,
     linear,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
 from edgellm.kernels.lora.gpu import Readers
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_buffers import Buffers, some
+from edgellm.kernels.step.gpu_feed_forward import FeedForward, add_product, inputs_of
 from edgellm.kernels.step.gpu_inputs import Place
+from edgellm.kernels.step.gpu_layer_input import DeviceInput, LayerEmbeddings
 from edgellm.kernels.step.gpu_mixers import (
     DeviceBeside,
     DeviceMixer,
@@ -45,9 +47,9 @@ from edgellm.kernels.step.gpu_mixers import (
     mix,
     projections_of,
 )
-from edgellm.kernels.step.gpu_mlp import DeviceMlp, joined_biases, mlp_of, router_of, shared_of
-from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+from edgellm.kernels.step.gpu_mlp import joined_biases
+from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of, normalize
+from edgellm.kernels.step.weights import Floats, Laurel, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -59,6 +61,21 @@ class DeviceRope(NamedTuple):
     @classmethod
     def of(cls, table: RopeTable, device: str) -> DeviceRope:
         return cls(on_device(table.cos, device), on_device(table.sin, device))
+
+
+class DeviceLaurel(NamedTuple):
+    """A `Laurel` in device memory."""
+
+    left: DevicePackedWeights
+    right: DevicePackedWeights
+    post_norm: DeviceNorm
+
+    @classmethod
+    def of(cls, laurel: Laurel | None, device: str) -> DeviceLaurel | None:
+        if laurel is None:
+            return None
+        left, right = (DevicePackedWeights.of(x, device) for x in (laurel.left, laurel.right))
+        return cls(left, right, DeviceNorm.of(laurel.post_norm, None, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +91,10 @@ class DeviceLayer:
         mixer: mixer in place of attention, or None.
         beside: mixer that reads the same rows as attention, or None.
         latent: what attention over latents has beside the projections of keys and latents, or None.
+        tiling: of attention, or None.
+        laurel: what it adds beside attention, or None.
+        altup: weights around several residual streams, or None.
+        input: what it adds of a token's own embedding, or None.
         changed: projections, o and what is beside it, as adapters change them.
     """
 
@@ -93,38 +114,33 @@ class DeviceLayer:
     o: DevicePackedWeights
     o_bias: torch.Tensor | None
     post_attention_norm: DeviceNorm | None
-    mlp_norm: DeviceNorm | None
-    mlp: DeviceMlp
-    shared: DeviceMlp | None
-    post_mlp_norm: DeviceNorm | None
-    router: DeviceRouter | None
+    tiling: Tiling | None
+    laurel: DeviceLaurel | None
+    altup: DeviceAltUp | None
+    mlp: FeedForward
+    input: DeviceInput | None
     changed: MixerReaders
 
     @property
     def readers(self) -> list[Readers]:
         """Linear layers that adapters may change, those with the same input together."""
-        mlps = (self.mlp, self.shared)
-        of_mlps = (x for mlp in mlps if mlp is not None for x in (mlp.inputs, mlp.outputs))
-        return [each for each in (*self.changed, *of_mlps) if each is not None]
+        return [each for each in (*self.changed, *self.mlp.readers) if each is not None]
 
     @classmethod
     def of(
-        cls, weights: Weights, index: int, ropes: Sequence[DeviceRope], device: str
+        cls,
+        weights: Weights,
+        index: int,
+        ropes: Sequence[DeviceRope],
+        pools: Sequence[DevicePool],
+        embeddings: LayerEmbeddings | None,
+        device: str,
     ) -> DeviceLayer:
-        """Move the weights of a layer to the device.
-
-        Raises:
-            ValueError: the layer has a part that Triton kernels do not compute.
-        """
+        """Move the weights of a layer to the device."""
         layer = weights.layers[index]
-        norms, mixer = layer.head_norms, layer.mixer
-        biases: list[tuple[int, Floats | None]] = []
-        if mixer is None:
-            q, k, v = (each.outputs for each in layer.qkv)
-            biases = [(q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias)]
-
-        def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
-            return None if weight is None else DeviceNorm.of(weight, bias, device)
+        norms, mixer, pool = layer.head_norms, layer.mixer, pools[layer.pool]
+        own = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
+        biases = [(weight.outputs, bias) for weight, bias in own if weight is not None]
 
         def vector(array: Floats | None) -> torch.Tensor | None:
             return None if array is None else on_device(array, device)
@@ -134,7 +150,7 @@ class DeviceLayer:
             host=layer,
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
-            attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
+            attention_norm=norm_of(layer.attention_norm, layer.attention_norm_bias, device),
             projections=projections_of(layer, device),
             mixer=None if mixer is None else device_mixer(mixer, weights.epsilon, device),
             beside=beside_of(weights, index, device),
@@ -145,12 +161,14 @@ class DeviceLayer:
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
-            post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
-            mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
-            mlp=mlp_of(layer, index, device),
-            shared=shared_of(layer, index, device),
-            post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
-            router=router_of(layer, device),
+            post_attention_norm=norm_of(
+                layer.post_attention_norm, layer.post_attention_norm_bias, device
+            ),
+            tiling=Tiling.of(pool, layer.heads) if isinstance(pool, DeviceBlocks) else None,
+            laurel=DeviceLaurel.of(layer.laurel, device),
+            altup=DeviceAltUp.of(layer.altup, weights.epsilon, device),
+            mlp=FeedForward.of(weights, index, device),
+            input=DeviceInput.of(weights, index, embeddings, device),
             changed=MixerReaders.of(layer, index, device),
         )
 
@@ -159,7 +177,7 @@ class DeviceLayer:
         buffers: Buffers,
         places: Mapping[int, Place],
         states: Mapping[int, DeviceStateRows],
-        work: Work,
+        work: Mapping[Tiling, Work],
         *,
         ready: bool = False,
         after: DeviceLayer | None = None,
@@ -169,6 +187,7 @@ class DeviceLayer:
         Args:
             places: blocks and block tables in each pool of K and V.
             states: rows and their blocks in each pool of states.
+            work: of attention, by its tiling.
             ready: whether `buffers.residual` has the codes of its inputs.
             after: next layer, if any.
 
@@ -176,8 +195,12 @@ class DeviceLayer:
             Whether `buffers.residual` has the codes of the next layer's inputs.
         """
         few = len(buffers.x) <= FEW_ROWS
+        if self.altup is not None:
+            self.altup.predict(buffers.streams, buffers.predicted, buffers.x)
         if self.mixer is None:
-            mixed, attended = self._attend(buffers, places, states, work, ready=ready)
+            assert self.tiling is not None
+            here = work[self.tiling]
+            mixed, attended = self._attend(buffers, places, states, here, ready=ready)
         else:
             mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
             width = sum(weight.outputs for weight, _ in self.projections)
@@ -185,34 +208,31 @@ class DeviceLayer:
             self._project(buffers, inputs, ready=ready)
             of = states[self.host.pool]
             attended = mix(buffers, self.mixer, inputs, of, self.slot, mixed)
-        then = _next(self.mlp_norm, buffers) if few else None
-        ready = self._add(
+        ready = add_product(
             mixed,
             self.o,
             self.o_bias,
             self.post_attention_norm,
             buffers,
             readers=self.changed.o,
+            epsilon=self.epsilon,
+            scale=1.0 if self.laurel is None else 0.5**0.5,
             coded=attended,
-            then=then,
+            then=_next(self.mlp.norm, buffers) if few else None,
         )
         norm = None if after is None else after.attention_norm
         # codes of 16 bits for V
-        then = _next(norm, buffers, fine=True) if few else None
-        if self.router is not None:
-            return self._add_experts(buffers, self.router, ready=ready, then=then)
-        inputs, norm = self._inputs(self.mlp_norm, buffers)
-        inner, activated = self._activate(self.mlp, inputs, norm, buffers, ready=ready)
-        return self._add(
-            inner,
-            self.mlp.down,
-            self.mlp.down_bias,
-            self.post_mlp_norm,
-            buffers,
-            readers=self.mlp.outputs,
-            coded=activated,
-            then=then,
-        )
+        last = self.input is None and self.altup is None
+        then = _next(norm, buffers, fine=True) if few and last else None
+        ready = self.mlp.run(buffers, ready=ready, then=then)
+        streams = None
+        if self.altup is not None:
+            self.altup.correct(buffers.predicted, buffers.x, buffers.streams, buffers.states)
+            rows, width = buffers.x.shape
+            streams = buffers.streams.view(rows, -1, width)
+        if self.input is not None:
+            self.input.run(buffers, self.host.activation, streams=streams)
+        return ready
 
     def _attend(
         self,
@@ -224,33 +244,37 @@ class DeviceLayer:
         ready: bool,
     ) -> tuple[torch.Tensor, CodedRows | None]:
         """Compute attention, and add the mixer beside it; return the results, or their codes."""
-        place = places[self.host.pool]
+        place, rows = places[self.host.pool], len(buffers.x)
         if self.latent is not None:
             return self._attend_latents(buffers, self.latent, place, work, ready=ready), None
-        qkv = buffers.qkv.view(len(buffers.x), -1)
+        qkv = some(buffers.qkv, rows, sum(weight.outputs for weight, _ in self.projections))
         product = self._project(buffers, qkv, ready=ready)
         if self.beside is not None:
             # what it adds to the residual is no input of the gate
             mixer, projection, o, slot = self.beside
-            inputs = some(buffers.projected, len(qkv), projection.outputs)
+            inputs = some(buffers.projected, rows, projection.outputs)
             product(projection, inputs)
-            mixed = some(buffers.mixed, len(qkv), o.inputs)
+            mixed = some(buffers.mixed, rows, o.inputs)
             coded = mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
         gate = None
         if self.q_gate is not None:
-            gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
+            gate = some(buffers.projected, rows, self.q_gate.outputs)
             product(self.q_gate, gate)
         if self.beside is not None:
-            bias = self._biases(None, self.changed.mamba_o, mixed, None, buffers)
+            bias = buffers.biases(None, self.changed.mamba_o, mixed)
             linear(mixed, o, buffers.x, buffers.rows, bias=bias, add=True, coded=coded)
+        if self.laurel is not None:
+            self._add_laurel(buffers, self.laurel, product)
+        q, out = (some(each, rows, self.o.inputs) for each in (buffers.q, buffers.attended))
+        shape = rows, -1, self.host.head_dim
         append_rotated(
             place.blocks,
             place.tables,
             self.slot,
             work.rows,
-            buffers.qkv,
+            qkv.view(shape),
             *self.rope,
-            buffers.q,
+            q.view(shape),
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
@@ -259,9 +283,9 @@ class DeviceLayer:
             place.blocks,
             place.tables,
             self.slot,
-            buffers.q,
+            q.view(shape),
             work,
-            buffers.attended,
+            out.view(shape),
             buffers.partials,
             window=self.host.window,
             scale=self.host.scale,
@@ -270,20 +294,37 @@ class DeviceLayer:
             gate=gate,
             coded=coded,
         )
-        return buffers.attended.view(len(qkv), -1), coded
+        return out, coded
+
+    def _add_laurel(
+        self,
+        buffers: Buffers,
+        laurel: DeviceLaurel,
+        product: Callable[[DevicePackedWeights, torch.Tensor], None],
+    ) -> None:
+        """Add the rows that attention reads, and what a product of low rank makes of them."""
+        assert self.attention_norm is not None
+        x, epsilon = buffers.x, self.epsilon
+        left = some(buffers.mixed, len(x), laurel.left.outputs)
+        product(laurel.left, left)
+        linear(left, laurel.right, buffers.states, buffers.rows)
+        normalize(x, self.attention_norm, x, epsilon=epsilon, add=True)
+        normalize(buffers.states, laurel.post_norm, x, epsilon=epsilon, add=True)
 
     def _attend_latents(
         self, buffers: Buffers, latent: DeviceLatent, place: Place, work: Work, *, ready: bool
     ) -> torch.Tensor:
         """Compute attention over latents; return the values that heads attend to."""
-        rows, room = len(buffers.x), buffers.heads
-        assert room is not None
+        rows, heads = len(buffers.x), self.host.heads
+        room, rank = buffers.heads[heads], place.blocks.host.latent
+        turned = some(buffers.q, rows, heads * (self.host.head_dim + rank)).view(rows, heads, -1)
+        attended = some(buffers.attended, rows, heads * rank).view(rows, heads, -1)
         inputs = some(
             buffers.projected, rows, sum(each.weight.outputs for each in self.projections)
         )
         product = self._project(buffers, inputs, ready=ready)
         q = some(buffers.convolved, rows, latent.q.outputs)
-        down = inputs.shape[1] - self.host.head_dim - place.blocks.host.latent
+        down = inputs.shape[1] - self.host.head_dim - rank
         if latent.query_norm is None:
             product(latent.q, q)
         else:
@@ -297,16 +338,16 @@ class DeviceLayer:
             inputs[:, down:],
             q,
             self.rope,
-            buffers.q,
+            turned,
             room,
         )
         attend(
             place.blocks,
             place.tables,
             self.slot,
-            buffers.q,
+            turned,
             work,
-            buffers.attended,
+            attended,
             buffers.partials,
             window=self.host.window,
             scale=self.host.scale,
@@ -314,29 +355,32 @@ class DeviceLayer:
             sinks=self.sinks,
         )
         values = some(buffers.mixed, rows, self.o.inputs)
-        latent.values(buffers.attended, values, room)
+        latent.values(attended, values, room)
         return values
 
     def _project(
         self, buffers: Buffers, out: torch.Tensor, *, ready: bool
     ) -> Callable[[DevicePackedWeights, torch.Tensor], None]:
         """Compute the projections, side by side in `out`; return a function for further ones."""
-        inputs, norm = self._inputs(self.attention_norm, buffers)
+        inputs, norm = inputs_of(self.attention_norm, buffers, self.epsilon)
         few, first = len(inputs) <= FEW_ROWS, 0
         if few and not ready:
             code_rows(inputs, buffers.residual, norm=norm, fine=True)
-        added = self._biases(None, self.changed.projections, inputs, norm, buffers)
+        changed, epsilon = self.changed.projections, self.epsilon
+        added = buffers.biases(None, changed, inputs, norm=norm, epsilon=epsilon)
 
         def product(weight: DevicePackedWeights, y: torch.Tensor, fine: bool = False) -> None:
             nonlocal first
+            # adapters change those that come first, and none of a laurel
+            there = added is not None and first < added.shape[1]
             linear(
                 inputs,
                 weight,
                 y,
                 buffers.rows,
                 norm=norm,
-                epsilon=self.epsilon,
-                bias=None if added is None else added[:, first : first + weight.outputs],
+                epsilon=epsilon,
+                bias=added[:, first : first + weight.outputs] if there else None,
                 fine=fine,
                 coded=buffers.residual if few else None,
             )
@@ -345,127 +389,6 @@ class DeviceLayer:
         for weight, fine in self.projections:
             product(weight, out[:, first : first + weight.outputs], fine)
         return product
-
-    def _biases(
-        self,
-        bias: torch.Tensor | None,
-        readers: Readers | None,
-        inputs: torch.Tensor,
-        norm: torch.Tensor | None,
-        buffers: Buffers,
-    ) -> torch.Tensor | None:
-        """Return biases, if any: of each row with what adapters add, where there are some."""
-        if buffers.adapters is None or readers is None:
-            return bias
-        return buffers.adapters.rows(readers, inputs, norm=norm, epsilon=self.epsilon)
-
-    def _activate(
-        self,
-        mlp: DeviceMlp,
-        inputs: torch.Tensor,
-        norm: torch.Tensor | None,
-        buffers: Buffers,
-        *,
-        ready: bool,
-        tiles: Tiles | None = None,
-    ) -> tuple[torch.Tensor, CodedRows | None]:
-        """Compute an MLP up to the inputs of `down`; return those, and their codes if they are.
-
-        Args:
-            tiles: slots of experts, if it is all of them.
-        """
-        count, room = len(inputs), buffers.experts
-        bias, up_bias, width = mlp.gate_bias, mlp.up_bias, mlp.up.outputs
-        if mlp.gate is None:
-            bias, up_bias = up_bias, None
-        if tiles is None:
-            inner, coded = buffers.activated[: count * width].view(-1, width), buffers.coded
-            added = self._biases(None, mlp.inputs, inputs, norm, buffers)
-            if added is not None:
-                bias, up_bias = added[:, :width], added[:, width:]
-        else:
-            assert self.router is not None
-            assert room is not None
-            inner = room.slots(self.router.sizes, count)[0]
-            coded = room.inner if count <= FEW_ROWS else None
-        linear(
-            inputs,
-            mlp.up if mlp.gate is None else mlp.gate,
-            inner,
-            buffers.rows,
-            norm=norm,
-            epsilon=self.epsilon,
-            bias=bias,
-            activation=self.host.activation,
-            up=None if mlp.gate is None else mlp.up,
-            up_bias=None if mlp.gate is None else up_bias,
-            coded=buffers.residual if ready else None,
-            then=None if coded is None else Next(coded),
-            tiles=tiles,
-        )
-        return inner, coded
-
-    def _add_experts(
-        self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None
-    ) -> bool:
-        """Add what the router's experts give, and the shared one; see `_add`."""
-        room, shared, post = buffers.experts, None, self.post_mlp_norm
-        assert room is not None
-        inputs, norm = self._inputs(self.mlp_norm, buffers)
-        tiles = route(inputs, router, room, norm=norm, epsilon=self.epsilon)
-        inner, coded = self._activate(self.mlp, inputs, norm, buffers, ready=ready, tiles=tiles)
-        _, out = room.slots(router.sizes, len(inputs))
-        slots = replace(tiles, source=None)
-        linear(
-            inner, self.mlp.down, out, room.rows, bias=self.mlp.down_bias, coded=coded, tiles=slots
-        )
-        if self.shared is not None:
-            inner, coded = self._activate(self.shared, inputs, norm, buffers, ready=ready)
-            shared = buffers.states  # which has no inputs any longer
-            bias = self._biases(None, self.shared.outputs, inner, None, buffers)
-            linear(inner, self.shared.down, shared, buffers.rows, bias=bias, coded=coded)
-        after = then if post is None else None
-        to = buffers.x if post is None else buffers.states
-        add_up(room, router, to, shared=shared, add=post is None, then=after)
-        if post is not None:
-            normalize(to, post, buffers.x, epsilon=self.epsilon, add=True)
-        return after is not None
-
-    def _inputs(
-        self, norm: DeviceNorm | None, buffers: Buffers
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows for the next product, and RMS norm weights if the product norms them."""
-        if norm is None or norm.bias is None:
-            return buffers.x, None if norm is None else norm.weight
-        normalize(buffers.x, norm, buffers.states, epsilon=self.epsilon)
-        return buffers.states, None
-
-    def _add(
-        self,
-        inputs: torch.Tensor,
-        weight: DevicePackedWeights,
-        bias: torch.Tensor | None,
-        norm: DeviceNorm | None,
-        buffers: Buffers,
-        *,
-        readers: Readers | None,
-        coded: CodedRows | None,
-        then: Next | None,
-    ) -> bool:
-        """Add the output of a linear layer, normalized if there is a norm, to the residual.
-
-        Returns:
-            Whether the residual was coded for what comes next.
-        """
-        out = buffers.x if norm is None else buffers.states
-        after = then if norm is None else None
-        bias = self._biases(bias, readers, inputs, None, buffers)
-        linear(
-            inputs, weight, out, buffers.rows, bias=bias, add=norm is None, coded=coded, then=after
-        )
-        if norm is not None:
-            normalize(out, norm, buffers.x, epsilon=self.epsilon, add=True)
-        return after is not None
 
 
 def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:

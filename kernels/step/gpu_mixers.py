@@ -12,7 +12,7 @@ from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.latent.gpu import DeviceLatent
-from edgellm.kernels.linear.gpu import DevicePackedWeights, stackable
+from edgellm.kernels.linear.gpu import DevicePackedWeights
 from edgellm.kernels.linear.gpu_rows import CodedRows
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.lora.gpu import Readers
@@ -118,13 +118,19 @@ def projections_of(layer: LayerWeights, device: str) -> list[Projection]:
     mixer = layer.mixer
     if isinstance(mixer, DeltaNetWeights):
         parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
-        return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
-    read: Sequence[PackedWeights] = layer.qkv if mixer is None else mixer.linears
-    if layer.latent is not None:
-        down, (_, k, v) = layer.latent.query_down, layer.qkv
-        read = (k, v) if down is None else (down, k, v)
-    stacked = _stacked(read, device)
-    last = stacked[-1] if mixer is None else None
+        return [
+            Projection(x, fine)
+            for fine, of in parts.items()
+            for x in DevicePackedWeights.runs(of, device)
+        ]
+    read: Sequence[PackedWeights | None] = (layer.q, layer.k, layer.v)
+    if mixer is not None:
+        read = mixer.linears
+    elif layer.latent is not None:
+        read = (layer.latent.query_down, layer.k, layer.v)
+    stacked = DevicePackedWeights.runs([each for each in read if each is not None], device)
+    # without K of its own, a layer has no V either
+    last = stacked[-1] if mixer is None and layer.k is not None else None
     return [Projection(each, each is last) for each in stacked]
 
 
@@ -141,19 +147,10 @@ def _projections(layer: LayerWeights) -> dict[str, int]:
     if isinstance(mixer, DeltaNetWeights):
         parts = {"qkv": mixer.qkv, "z": mixer.z, "a": mixer.a, "b": mixer.b}
         return {f"delta_{name}": each.outputs for name, each in parts.items()}
-    outputs = {name: each.outputs for name, each in zip("qkv", layer.qkv, strict=True)}
+    own = {"q": layer.q, "k": layer.k, "v": layer.v}
+    outputs = {name: each.outputs for name, each in own.items() if each is not None}
     if layer.beside is not None:
         outputs["mamba_in"] = layer.beside.mamba_in.outputs
     if layer.q_gate is not None:
         outputs["q_gate"] = layer.q_gate.outputs
     return outputs
-
-
-def _stacked(parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
-    runs = [[parts[0]]]
-    for panels in parts[1:]:
-        if stackable(runs[-1][-1], panels):
-            runs[-1].append(panels)
-        else:
-            runs.append([panels])
-    return [DevicePackedWeights.stacked(run, device) for run in runs]

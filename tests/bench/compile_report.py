@@ -13,20 +13,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from multiprocessing import get_context
-from typing import Literal, get_args
+from typing import get_args
 
 import click
 import numpy as np
+from compile_shapes import SHAPES, Shape
 from kernel_launches import Launch, Usage, compile_for, recorded_launches
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.experts import Routing
-from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
 from edgellm.kernels.kv_blocks import KVFormat, allocate
@@ -40,7 +40,14 @@ from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, StateMixer, Weights
+from edgellm.kernels.step.weights import (
+    Laurel,
+    LayerInput,
+    LayerTable,
+    LayerWeights,
+    StateMixer,
+    Weights,
+)
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
 # Shared memory that a program can have, in KiB (CUDA C++ Programming Guide, "Compute
@@ -48,114 +55,6 @@ TARGETS = ("sm_80", "sm_86", "sm_90")
 _SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
 # Constants of kernels that are sizes of a model, which registers do not depend on much.
 _SIZES = {"BLOCK", "GROUPS", "GROUP", "SPAN", "HADAMARD", "FIELDS"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a layer, and its parts beyond those of Llama; see `LayerWeights`.
-
-    Attributes:
-        post_norms: whether outputs of attention and MLP are normed before they are added.
-        layer_norm: whether layer norms take the place of RMS norms.
-        head_norms: order of the norms of Q and K, as in `DeviceNorms`; None: no such norms.
-        gated: whether the MLP has a gate.
-        biases: whether linear layers have biases.
-        softcap: whether scores and logits are capped.
-        sinks: whether heads have sinks.
-        routing: choice of experts; None: a layer has one MLP.
-        shared: outputs of the shared expert's up; 0: there is none.
-        share: whether the shared expert has a share.
-        mixer: mixer of every second layer, beside gated attention; None: all attend.
-        beside: whether that mixer, a Mamba-2, is beside attention in its layers.
-        latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
-            RoPE turns; 0: there are none.
-        adapter: whether rows have an adapter, of attention and MLP.
-    """
-
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    post_norms: bool = False
-    layer_norm: bool = False
-    head_norms: Literal["each", "whole", "after_rope"] | None = None
-    activation: Activation = "silu"
-    gated: bool = True
-    biases: bool = False
-    softcap: bool = False
-    sinks: bool = False
-    routing: Routing | None = None
-    shared: int = 0
-    share: bool = False
-    mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
-    beside: bool = False
-    latent: int = 0
-    adapter: bool = False
-
-    def fits(self, kind: Kind) -> bool:
-        """Whether weights of these shapes can be quantized in the kind."""
-        inputs = self.hidden, self.intermediate, self.heads * self.head_dim, self.shared
-        return not any(size % kind.inputs_multiple for size in inputs)
-
-
-SHAPES = {
-    "SmolLM2-135M": Shape(576, 1536, 9, 3, 64),
-    "SmolLM2-with-adapters": Shape(576, 1536, 9, 3, 64, biases=True, adapter=True),
-    "Llama-3-8B": Shape(4096, 14336, 32, 8, 128),
-    "Gemma-2-2B": Shape(
-        2304, 9216, 8, 4, 256, post_norms=True, activation="gelu_tanh", softcap=True
-    ),
-    "Gemma-3-1B": Shape(
-        1152, 6912, 4, 1, 256, post_norms=True, activation="gelu_tanh", head_norms="each"
-    ),
-    "OLMo-2-1B": Shape(2048, 8192, 16, 16, 128, post_norms=True, head_norms="whole"),
-    "Hunyuan-1.8B": Shape(2048, 6144, 16, 4, 128, head_norms="after_rope"),
-    "StarCoder2-3B": Shape(
-        3072, 12288, 24, 2, 128, layer_norm=True, activation="gelu_tanh", gated=False, biases=True
-    ),
-    "Llama-with-biases": Shape(2048, 8192, 16, 4, 128, biases=True),
-    "Qwen3-30B-A3B": Shape(
-        2048, 768, 32, 4, 128, head_norms="each", routing=Routing(experts=128, used=8)
-    ),
-    "gpt-oss-20b": Shape(
-        *(2880, 2880, 64, 8, 64),
-        activation="clamped_swiglu",
-        biases=True,
-        sinks=True,
-        routing=Routing(experts=32, used=4, bias=True),
-    ),
-    "Ling-mini-2.0": Shape(
-        *(2048, 512, 16, 4, 128),
-        head_norms="each",
-        routing=Routing(
-            experts=256,
-            used=8,
-            scores="sigmoid",
-            selection_bias=True,
-            groups=8,
-            used_groups=4,
-        ),
-        shared=512,
-    ),
-    "Qwen1.5-MoE-A2.7B": Shape(
-        *(2048, 1408, 16, 16, 128),
-        routing=Routing(experts=60, used=4, normalized=False),
-        shared=5632,
-        share=True,
-    ),
-    "LFM2-1.2B": Shape(2048, 8192, 32, 8, 64, head_norms="each", mixer="short_conv"),
-    "Qwen3.5-0.8B": Shape(1024, 3584, 8, 2, 256, head_norms="each", mixer="delta_net"),
-    "Granite-4.0-H-1B": Shape(1536, 4096, 12, 4, 128, mixer="mamba2"),
-    "Falcon-H1-1.5B": Shape(2048, 4096, 8, 2, 128, mixer="mamba2", beside=True),
-    "DeepSeek-V2-Lite": Shape(
-        *(2048, 1408, 16, 1, 64),
-        routing=Routing(experts=64, used=6, normalized=False),
-        shared=2816,
-        latent=512,
-    ),
-    "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
-}
 
 
 def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Launch]:
@@ -267,6 +166,8 @@ def _step(
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
     if shape.latent:
         layers = [_with_latents(shape, layer, turns) for layer in layers]
+    if shape.wide is not None:
+        layers = _gemma4(shape, shape.wide, turns)
     if shape.mixer is not None:
         layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
@@ -278,17 +179,11 @@ def _step(
         head=_zeros(256, hidden, KINDS["int8_symmetric"]),
         epsilon=1e-5,
         logit_softcap=30.0 if shape.softcap else None,
+        layer_table=_layer_table(shape, len(layers), next(turns)),
+        streams=_streams(shape, next(turns)),
     )
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
-    host = allocate(
-        format=format,
-        blocks=4,
-        layers=sum(layer.mixer is None for layer in layers),
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        latent=shape.latent,
-    )
-    pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
+    pools = _pools(shape, format, layers)
     mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
@@ -305,6 +200,88 @@ def _adapter(layers: Sequence[LayerWeights]) -> AdapterWeights:
 
     names = ("q", "k", "v", "o", "gate", "up", "down")
     return pack_adapter([{name: change(getattr(x, name)) for name in names} for x in layers])
+
+
+def _pools(shape: Shape, format: KVFormat, layers: Sequence[LayerWeights]) -> list[DevicePool]:
+    """Return pools of K and V for the layers that attend; wide ones have their own."""
+    kinds = [(shape.kv_heads, shape.head_dim)] + ([shape.wide[:2]] if shape.wide else [])
+    return [
+        DeviceBlocks.like(
+            allocate(
+                format=format,
+                blocks=4,
+                layers=sum(pool in layer.pools and layer.mixer is None for layer in layers),
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                latent=shape.latent,
+            ),
+            "cpu",
+        )
+        for pool, (kv_heads, head_dim) in enumerate(kinds)
+    ]
+
+
+def _gemma4(shape: Shape, wide: tuple[int, int, bool], turns: Iterator[Kind]) -> list[LayerWeights]:
+    """Return layers of both widths of heads, and those that read their K and V."""
+    other = replace(shape, kv_heads=wide[0], head_dim=wide[1])
+    layers = []
+    for index in range(4 if shape.layer_width else 2):
+        here = other if index % 2 else shape
+        layer = replace(_layer(here, turns), pool=index % 2, output_scale=0.5, scale=1.0)
+        if index > 1:
+            layer = replace(layer, k=None, v=None, kv_from=index - 2)
+        elif wide[2] and index % 2:
+            layer = replace(layer, v=None)
+        if shape.layer_width:
+            layer = replace(layer, input=_input(shape, turns))
+        if shape.streams > 1:
+            layer = _with_streams(shape, layer, turns)
+            layer = replace(layer, output_scale=1.0, cutoff=1.6 if index % 2 else None)
+        layers.append(layer)
+    return layers
+
+
+def _with_streams(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer with a laurel of rank 64, and weights around streams."""
+    hidden, count = shape.hidden, shape.streams
+    ones = np.ones(hidden, np.float32)
+    return replace(
+        layer,
+        laurel=Laurel(
+            left=_zeros(64, hidden, next(turns)),
+            right=_zeros(hidden, 64, KINDS["int8_symmetric"]),
+            post_norm=ones,
+        ),
+        altup=AltUpWeights(
+            router_norm=ones,
+            router=np.ones((count, hidden), np.float32),
+            predict=np.ones((count * count, count), np.float32),
+            correct=np.ones((count, count), np.float32),
+            scale=ones,
+        ),
+    )
+
+
+def _input(shape: Shape, turns: Iterator[Kind]) -> LayerInput:
+    width, hidden = shape.layer_width, shape.hidden
+    context, gate = (_zeros(width, hidden, next(turns)) for _ in range(2))
+    output = _zeros(hidden, width, next(turns))
+    ones = np.ones(hidden, np.float32)
+    return LayerInput(context=context, gate=gate, output=output, post_norm=ones)
+
+
+def _streams(shape: Shape, kind: Kind) -> Streams | None:
+    if shape.streams == 1:
+        return None
+    enter, leave = (_zeros((shape.streams - 1) * shape.hidden, shape.hidden, kind) for _ in "ab")
+    return Streams(enter=enter, leave=leave)
+
+
+def _layer_table(shape: Shape, layers: int, kind: Kind) -> LayerTable | None:
+    if not shape.layer_width:
+        return None
+    table = _zeros(16 * layers, shape.layer_width, kind)
+    return LayerTable(table=table, norm=np.ones(shape.layer_width, np.float32))
 
 
 def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
@@ -415,6 +392,11 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         shared_up=panels(shape.shared, hidden) if shape.shared else None,
         shared_down=panels(hidden, shape.shared) if shape.shared else None,
         shared_router=vector(hidden, shape.share),
+        expert_scale=vector(experts, shape.routing is not None and shape.routing.scaled),
+        shared_post_norm=vector(hidden, shape.mlp_beside),
+        experts_post_norm=vector(hidden, shape.mlp_beside),
+        experts_norm=vector(hidden, shape.mlp_beside),
+        router_norm=vector(hidden, shape.mlp_beside),
         sinks=vector(shape.heads, shape.sinks),
         head_norms=_head_norms(shape),
         activation=shape.activation,
@@ -428,7 +410,13 @@ def _head_norms(shape: Shape) -> HeadNorms | None:
         return None
     heads = (shape.heads, shape.kv_heads) if order == "whole" else (1, 1)
     q, k = (np.ones(count * shape.head_dim, np.float32) for count in heads)
-    return HeadNorms(q=q, k=k, epsilon=1e-5, after_rope=order == "after_rope")
+    return HeadNorms(
+        q=q,
+        k=k,
+        epsilon=1e-5,
+        after_rope=order == "after_rope",
+        values=shape.wide is not None,
+    )
 
 
 def _zeros(outputs: int, inputs: int, kind: Kind) -> PackedWeights:
