@@ -371,8 +371,10 @@ class DeviceLayer:
 
         def product(weight: DevicePackedWeights, y: torch.Tensor, fine: bool = False) -> None:
             nonlocal first
-            # adapters change those that come first, and none of a laurel
-            there = added is not None and first < added.shape[1]
+            bias = None
+            # adapters change those that come first, and nothing of a laurel
+            if added is not None and first < added.shape[1]:
+                bias = added[:, first : first + weight.outputs]
             linear(
                 inputs,
                 weight,
@@ -380,7 +382,7 @@ class DeviceLayer:
                 buffers.rows,
                 norm=norm,
                 epsilon=epsilon,
-                bias=added[:, first : first + weight.outputs] if there else None,
+                bias=bias,
                 fine=fine,
                 coded=buffers.residual if few else None,
             )

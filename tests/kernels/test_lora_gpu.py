@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWar
 
 import test_lora  # noqa: E402
 from gpu_steps import step_on  # noqa: E402
-from model_shapes import HYBRIDS, LATENTS, PARTS, SHAPES, Parts, Shape  # noqa: E402
+from model_shapes import HYBRIDS, LATENTS, PARTS, SHAPES, SHARED, Parts, Shape  # noqa: E402
 from random_model import Model, View, span_of  # noqa: E402
 
 from edgellm.kernels.lora import CHANGED, LowRank, pack_adapter  # noqa: E402
@@ -84,6 +84,9 @@ LAYERS = {
     "mamba2": HYBRIDS["mamba2 with groups"],
     "mamba2 beside": HYBRIDS["mamba2 beside attention"],
     "delta_net": HYBRIDS["delta_net"],
+    "an MLP beside experts": test_lora.LAYERS["an MLP beside experts"],
+    "gemma4": SHARED["gemma4"],
+    "gemma3n": SHARED["gemma3n"],
 }
 
 
@@ -93,7 +96,7 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"), list(zip(LAYERS, (1, 8, 17, 64, 4, 3, 5, 6, 7, 2), strict=True))
+    ("name", "rank"), list(zip(LAYERS, (1, 8, 17, 64, 4, 3, 5, 6, 7, 2, 9, 12, 8), strict=True))
 )
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_matches_the_reference(triton_device: str, name: str, rank: int) -> None:
@@ -184,6 +187,57 @@ def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) ->
     ]
     np.testing.assert_array_equal(found[0], found[3])
     assert len({scores.tobytes() for scores in found}) == 3
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_rows_that_leave_early_have_their_adapters(triton_device: str, name: str) -> None:
+    """Adapters that begin before, among and behind the rows that go on; one sequence has none."""
+    model = Model(SHARED[name])
+    adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (8, 3)]
+    # adapter, its start, tokens, and those that go on
+    parts = [(1, 3, 3, 1), (0, 0, 4, 2), (1, 3, 4, 2), (None, 0, 3, 1), (0, 0, 2, 0)]
+    pools = model.pools("f32", blocks=len(parts))
+    spans, wanted = [], []
+    for i, (which, plain, count, rows) in enumerate(parts):
+        views = [View(blocks, [i]) for blocks in pools]
+        span = span_of(views, model.tokens[5 * i : 5 * i + count], 0, logit_rows=rows)
+        adapter = None if which is None else adapters[which]
+        spans.append(replace(span, adapter=adapter, adapter_start=plain))
+        wanted += [n >= count - rows for n in range(count)]
+    step, _ = step_on(model, [View(blocks, []) for blocks in pools], triton_device)
+    whole, of_whole = step.run(spans)
+    short, of_short = step.run(spans, all_states=False)
+    assert distance(short[wanted], whole[wanted]) < 4e-3
+    assert distance(of_short, of_whole) < 4e-3
+    assert not short[~np.array(wanted)].any()
+    without, _ = step.run([replace(span, adapter=None) for span in spans], all_states=False)
+    apart = np.abs(short - without)[wanted].mean(axis=1) / np.abs(short[wanted]).mean()
+    # the adapter of the first one begins behind it, that of the third one at its last row
+    assert ((apart > 0.2) == [False, True, True, False, True, False]).all()
+
+
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_captured_chunks_are_those_of_their_adapters_and_rows(
+    triton_device: str, native_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many tiles and rows, and with others, in turns."""
+    monkeypatch.setattr("edgellm.kernels.step.gpu.MAX_ROWS", 8)
+    model = Model(SHARED["gemma4"])
+    adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (8, 3)]
+    pools = model.pools("f32", blocks=1)
+    views = [View(blocks, [0]) for blocks in pools]
+    step, _ = step_on(model, views, triton_device)
+    in_cpp = model.step(native_library, views)
+    plain = span_of(views, model.tokens[:8], 0, logit_rows=1)
+    for which, start in ((0, 0), (1, 0), (None, 0), (1, 3), (0, 0)):
+        adapter = None if which is None else adapters[which]
+        span = replace(plain, adapter=adapter, adapter_start=start)
+        expected, _ = in_cpp.run([span])
+        for all_states in (False, True):
+            found, _ = step.run([span], all_states=all_states)
+            assert distance(found[-1:], expected[-1:]) < 0.03
+            assert found[:-1].any() == all_states
 
 
 def test_what_triton_does_not_change_is_refused(triton_device: str) -> None:
