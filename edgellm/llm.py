@@ -206,7 +206,7 @@ class LLM(TextGeneration):
         """Load an adapter (LoRA) that answers may name: `generate(text, adapter=name)`.
 
         Answers of several adapters, and of none, are computed in the same steps. Adapters run in
-        the native kernels.
+        the native kernels, or in Triton's where these compute prompts and answers.
 
         Args:
             name: name for answers to use.
@@ -216,7 +216,7 @@ class LLM(TextGeneration):
         Raises:
             ModelFormatError: a file is damaged, or made for a model of other sizes.
             UnsupportedModelError: the adapter is for another architecture, changes what it cannot
-                here, or the model does not run in the native kernels.
+                here, or the model runs in other kernels than the native ones or Triton's.
             OptionError: the name is taken.
         """
         self.engine.adapters.load(name, path, scale=scale)

@@ -42,7 +42,7 @@ class Span:
             With a group, tokens are counted into the sequence only after the last layer, and the
             sequence keeps its room meanwhile (`Growth`). Native kernels and chunks take a group.
         adapter: adapter of the rows, which other rows of the step need not have; None: none. Native
-            kernels take an adapter.
+            kernels and Triton's take an adapter.
         adapter_start: number of first tokens that go without it.
         drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
         answers: whether the rows are of an answer, which may read a part of their context
@@ -205,6 +205,14 @@ class StepModel(Protocol):
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
         """See `Backend.run`."""
+
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """Make an adapter ready for rows that have it.
+
+        Raises:
+            UnsupportedModelError: it changes what the kernels do not change.
+            MemoryEstimateError: there is no room for it.
+        """
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """Multiply rows `[rows, K]` to `[rows, N]` as the step does, for the self-test.

@@ -23,6 +23,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.delta_net.native import delta_net
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import mamba2
 from edgellm.kernels.native import MAX_HEAD_DIM, library
@@ -32,6 +33,7 @@ from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.native import short_conv
 from edgellm.kernels.state_blocks import StateRows
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, Weights
+from edgellm.kernels.step.checks import check_adapter
 
 Floats = NDArray[np.float32]
 
@@ -245,6 +247,10 @@ class NativeModel:
         assert mixer is not None
         epsilon = self._weights.epsilon
         return delta_net(library, x, mixer, [states], epsilon=epsilon, threads=threads)
+
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """See `StepModel.load_adapter`; the kernels read it where it is."""
+        check_adapter(adapter, self._weights)
 
     def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
         """Return the tokens' embeddings for all layers, `[n, layers * P]`."""

@@ -16,10 +16,11 @@ from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.selection import Parts
 from edgellm.cache.kv_cache import KVCache
-from edgellm.errors import CancelledError, MemoryEstimateError
+from edgellm.errors import CancelledError, MemoryEstimateError, UnsupportedModelError
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.gpu import device as gpu_device
 from edgellm.kernels.linear import PackedWeights, rows_of
+from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step import StepSpan, Weights
 from edgellm.store.manifest import forget_pages
@@ -45,7 +46,7 @@ class TritonModel:
             MemoryEstimateError: weights and KV cache do not fit on the device.
         """
         _check_fits(weights, cache, device)
-        self._embedding = weights.embedding
+        self._embedding, self._device = weights.embedding, device
         from edgellm.kernels.step.gpu import MAX_ROWS, DeviceStep  # imports torch and triton
 
         self.best_rows = self._most = MAX_ROWS  # launches of so many rows are captured
@@ -88,6 +89,18 @@ class TritonModel:
         """See `ModelHead.embed`."""
         return rows_of(self._embedding, tokens)
 
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """See `StepModel.load_adapter`; it is copied to the device."""
+        reason = gpu_device.too_large(self._device, {"for the adapter": adapter.nbytes})
+        if reason is not None:
+            raise MemoryEstimateError(f"triton: {reason}. Unload another adapter first")
+        try:
+            self._step.load_adapter(adapter)
+        except ValueError as error:
+            raise UnsupportedModelError(
+                f"triton: {error}; load the model with `prefill` and `decode` native"
+            ) from None
+
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`; the weight is copied to the device."""
         return self._step.linear(x, weight, fine=fine)
@@ -110,7 +123,8 @@ def _calls(spans: SequenceOf[Span], most: int) -> Iterator[list[StepSpan]]:
             start = whole.start + first
             states = span.sequence.states(start, start + len(part))
             each = replace(whole, tokens=part, start=start, logit_rows=rows, states=states)
-            call.append(each)
+            plain = min(max(whole.adapter_start - first, 0), len(part))
+            call.append(replace(each, adapter_start=plain))
             first, room = first + len(part), room - len(part)
             if room == 0:
                 yield call

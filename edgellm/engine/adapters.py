@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.backends.batch import Backend
+from edgellm.backends.batch import Backend, StepBackend, StepModel
 from edgellm.backends.registry import AUTO, NATIVE
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
@@ -89,9 +89,10 @@ class Adapters:
         where = check_path("path", path)
         if not name.strip():
             raise OptionError("the name of an adapter is empty")
-        self._require_native(name)
+        kernels = self._kernels(name)
         self._require_free(name)
         weights, invocation = _read(self._bundle, where, scale=scale)
+        kernels.load_adapter(weights)
         adapter = LoadedAdapter(name, where, float(scale), weights, invocation)
         with self._lock:
             self._require_free(name)
@@ -111,14 +112,21 @@ class Adapters:
                 "first, or take another name"
             )
 
-    def _require_native(self, name: str) -> None:
+    def _kernels(self, name: str) -> StepModel:
+        """Return the kernels that take adapters.
+
+        Raises:
+            UnsupportedModelError: prompts or answers are computed elsewhere.
+        """
         prefill, decoder = self._prefill, self._decoder
-        if not (prefill is decoder and decoder.name == NATIVE):
-            raise UnsupportedModelError(
-                f"the adapter {name!r} needs the native kernels, and this model computes prompts "
-                f"on {prefill.name} and answers on {decoder.name}; load it with `prefill` native "
-                "and `decode` native, or merge the adapter with `edgellm export --lora`"
-            )
+        if prefill is decoder and isinstance(decoder, StepBackend):
+            return decoder.model
+        raise UnsupportedModelError(
+            f"the adapter {name!r} needs the native kernels or Triton's for prompts and answers, "
+            f"and this model computes prompts on {prefill.name} and answers on {decoder.name}; "
+            "load it with `prefill` and `decode` native, or both triton, or merge the adapter "
+            "with `edgellm export --lora`"
+        )
 
 
 def adapter_bytes(adapters: Mapping[str, AdapterSource] | None) -> int:

@@ -197,9 +197,15 @@ class _Call:
         return [weight.data, weight.table, second.data, second.table, *biases, y]
 
     @property
+    def bias_stride(self) -> int:
+        """Numbers from one row's biases to those of the next; 0: all rows have the same."""
+        return 0 if self.bias is None or self.bias.ndim == 1 else self.bias.stride(0)
+
+    @property
     def constants(self) -> dict[str, Any]:
         return {
             "BIAS": self.bias is not None,
+            "ROW_BIAS": self.bias_stride > 0,
             "ACTIVATION": self.activation,
             "GATED": self.up is not None,
             "UP_BIAS": self.up_bias is not None,
@@ -242,7 +248,7 @@ def linear(
     Args:
         rows: buffers for `x`.
         norm: weights `[K]` of an RMSNorm f of each row before the product.
-        bias, up_bias: `[N]` float32, if any.
+        bias, up_bias: `[N]` float32, or rows of these `[M, N]` in one array, if any.
         up: second weight of a gated MLP: the activation is multiplied by f(x) up^T + up_bias.
         softcap: soft cap, if any: outputs `y` become `softcap * tanh(y / softcap)`.
         add: whether to add the result to `y`.
@@ -325,6 +331,7 @@ def _few(
         call.weight.inputs,
         call.outputs,
         y.stride(0),
+        call.bias_stride,
         call.epsilon,
         0.0 if call.softcap is None else call.softcap,
         **call.constants,
@@ -380,6 +387,7 @@ def _many(count: int, rows: Rows, call: _Call) -> None:
         call.weight.inputs,
         call.outputs,
         call.y.stride(0),
+        call.bias_stride,
         0.0 if call.softcap is None else call.softcap,
         **call.constants,
         ROWS=MANY_TILE,

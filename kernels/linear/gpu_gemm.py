@@ -25,8 +25,8 @@ def epilogue(
     up: tl.tensor,
     bias_ptr: tl.tensor,
     up_bias_ptr: tl.tensor,
-    output: tl.tensor,
-    outputs: tl.tensor,
+    at: tl.tensor,
+    known: tl.tensor,
     cap: tl.tensor,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -37,15 +37,15 @@ def epilogue(
     """Compute cap(activation(y + bias) * factor(up + up_bias)), as far as the constants name it.
 
     Args:
-        output: indices of the outputs y, of a shape that broadcasts to that of y.
-        outputs: number of outputs of the layer.
+        at, known: indices of the biases of outputs y, and which of these there are, of shapes that
+            broadcast to that of y.
     """
     if BIAS:
-        y += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
+        y += tl.load(bias_ptr + at, mask=known, other=0.0)
     y = activated(y, ACTIVATION)
     if GATED:
         if UP_BIAS:
-            up += tl.load(up_bias_ptr + output, mask=output < outputs, other=0.0)
+            up += tl.load(up_bias_ptr + at, mask=known, other=0.0)
         y *= gate_factor(up, ACTIVATION)
     if CAP:
         y = soft_capped(y, cap)
@@ -198,8 +198,10 @@ def gemm_kernel(
     inputs: tl.tensor,
     outputs: tl.tensor,
     y_stride: tl.tensor,
+    bias_stride: tl.tensor,
     cap: tl.tensor,
     BIAS: tl.constexpr,
+    ROW_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     UP_BIAS: tl.constexpr,
@@ -220,6 +222,7 @@ def gemm_kernel(
     `epilogue` for the rest.
 
     Args:
+        ROW_BIAS: whether each row has biases of its own, `bias_stride` numbers apart.
         EXPERTS: whether the grid counts tiles of experts in place of rows: an expert, its first
             slot and its number of slots, up to ROWS; see `product_kernel`.
         SOURCES: whether the rows of slots are named; else slots are rows.
@@ -265,13 +268,18 @@ def gemm_kernel(
             up = tl.dot(x, w, up)
     scale = tl.load(scale_ptr + source, mask=known, other=0.0)[:, None]
     output = tl.program_id(0) * PANELS * 16 + tl.arange(0, PANELS * 16)
+    at, of_bias = output[None, :], (output < outputs)[None, :]
+    if ROW_BIAS:
+        at, of_bias = row[:, None] * bias_stride + at, of_bias & known[:, None]
+    # no product is left that could become one operation with an addition behind it: rows have the
+    # same bits with biases of 0 and without biases
     y = epilogue(
-        acc * scale,
-        up * scale,
+        tl.fma(acc, scale, 0.0),
+        tl.fma(up, scale, 0.0),
         bias_ptr,
         up_bias_ptr,
-        output[None, :],
-        outputs,
+        at,
+        of_bias,
         cap,
         BIAS,
         ACTIVATION,

@@ -294,10 +294,12 @@ def product_kernel(
     inputs: tl.tensor,
     outputs: tl.tensor,
     y_stride: tl.tensor,
+    bias_stride: tl.tensor,
     epsilon: tl.tensor,
     cap: tl.tensor,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    ROW_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     UP_BIAS: tl.constexpr,
@@ -325,6 +327,7 @@ def product_kernel(
     """Compute 16 * PANELS outputs of up to 8 * TILES rows; the grid counts panels. See `epilogue`.
 
     Args:
+        ROW_BIAS: whether each row has biases of its own, `bias_stride` numbers apart.
         CODED: whether the outputs are written as codes for the next product, too or, unless they
             are added to y, only so; NEXT_NORM, NEXT_FINE: see `store_rows`.
         EXPERTS: whether there are tiles of experts, which the grid counts behind the panels: an
@@ -447,21 +450,13 @@ def product_kernel(
         y *= factor[:, None]
         second *= factor[:, None]
     output = tl.program_id(0) * (PANELS * 16) + tl.arange(0, PANELS * 16)[None, :]
-    y = epilogue(
-        y,
-        second,
-        bias_ptr,
-        up_bias_ptr,
-        output,
-        outputs,
-        cap,
-        BIAS,
-        ACTIVATION,
-        GATED,
-        UP_BIAS,
-        CAP,
-    )
     there = (row < rows) & (output < outputs)
+    at, of_bias = output, output < outputs
+    if ROW_BIAS:
+        at, of_bias = row * bias_stride + output, there
+    y = epilogue(
+        y, second, bias_ptr, up_bias_ptr, at, of_bias, cap, BIAS, ACTIVATION, GATED, UP_BIAS, CAP
+    )
     if BACK:
         slot = tl.load(source_ptr + slot, mask=row < rows, other=0)
     place = slot.to(tl.int64) * y_stride + output

@@ -114,20 +114,20 @@ inline float value_of(int8_t code) {
 struct Later {
     static constexpr int MOST = 16;
     struct Piece {
-        const uint32_t *at, *end;
+        const int8_t *at, *end;
     };
     Piece* pieces;
     int count, lines = 0;  // lines: with each group
 
     void share_out(int groups) {
-        size_t words = 0;
-        for (int i = 0; i < count; ++i) words += pieces[i].end - pieces[i].at;
-        lines = static_cast<int>((words / 16 + groups - 1) / groups);
+        size_t bytes = 0;
+        for (int i = 0; i < count; ++i) bytes += pieces[i].end - pieces[i].at;
+        lines = static_cast<int>((bytes / 64 + groups - 1) / groups);
     }
     void fetch() {
         for (int i = 0; i < lines && count > 0; ++i) {
             __builtin_prefetch(pieces->at, 0, 2);
-            if ((pieces->at += 16) >= pieces->end) ++pieces, --count;
+            if ((pieces->at += 64) >= pieces->end) ++pieces, --count;
         }
     }
 };

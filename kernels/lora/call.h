@@ -7,11 +7,12 @@ namespace edgellm {
 
 constexpr int RANKS = 4;  // rows of A that are computed together; ranks are padded to a multiple of it
 
-// The change of one linear layer, y += B (A x), in pairs of bfloat16; the layout is described in weights.py.
+// The change of one linear layer, y += B (scale * A x), in int8; the layout is described in weights.py.
 struct LowRank {
-    const uint32_t *a, *b;
-    int32_t rank;            // 0: the layer is not changed
-    int32_t a_step, b_step;  // words from the matrix of one head to that of the next; 0: all heads have the same one
+    const int8_t *a, *b;
+    const float* scale;  // of each rank
+    int32_t rank;        // 0: the layer is not changed
+    int32_t a_step, b_step, scale_step;  // from what one head has to that of the next; 0: all heads have the same
 };
 
 // The same fields, in the same order, as in native.py.

@@ -3,59 +3,54 @@
 // A row's input is taken as it is before it is rounded. A row is computed alone in its adapter's matrices, up to ROWS
 // of them at a time in the same order of sums, so its bits do not depend on the others.
 
-// The two bfloat16 of each lane.
-struct Pairs {
-    Vec low, high;
-};
-inline Pairs load_pairs(const uint32_t* p) {
-    const IVec words = *reinterpret_cast<const IVec*>(p);
-    return {(Vec)(words << 16), (Vec)(words & splat_int(static_cast<int32_t>(0xffff0000)))};
-}
+constexpr int AHEAD = 4096;  // bytes that are fetched before they are needed
 
-constexpr int AHEAD = 1024;  // words that are fetched before they are needed
-
-// RANKS rows of A, from `a`, times ROWS rows of x: sums [ROWS][RANKS].
+// RANKS rows of A, from `a`, times ROWS rows of x, and their scales: sums [ROWS][RANKS].
 template <int ROWS>
-inline void shrink_rows(const uint32_t* a, int inputs, const float* x, size_t step, float* sums, size_t sums_step) {
-    using edgellm::RANKS;
+inline void shrink_rows(const int8_t* a, int inputs, const float* scale, const float* x, size_t step, float* sums,
+                        size_t sums_step) {
+    using edgellm::PANEL, edgellm::RANKS;
     Vec sum[ROWS * RANKS] = {};
-    for (int i = 0; i < inputs; i += edgellm::GROUP)
-        for (int j = i; j < i + edgellm::GROUP / 2; j += LANES)
+    for (int i = 0; i < inputs; i += PANEL) {
+        const int8_t* here = a + size_t(i) * RANKS;
+        __builtin_prefetch(here + AHEAD, 0, 2);
+        for (int j = 0; j < PANEL; j += LANES)
             unrolled<RANKS>([&](int k) {
-                const uint32_t* here = a + (size_t(i) / edgellm::GROUP * RANKS + k) * (edgellm::GROUP / 2) + (j - i);
-                __builtin_prefetch(here + AHEAD, 0, 2);
-                const Pairs pairs = load_pairs(here);
+                const Vec codes = to_float(load_narrow(here + k * PANEL + j));
                 unrolled<ROWS>([&](int r) {
                     Vec& total = sum[r * RANKS + k];
-                    total = fused(pairs.low, load(x + r * step + j), total);
-                    total = fused(pairs.high, load(x + r * step + j + edgellm::GROUP / 2), total);
+                    total = fused(codes, load(x + r * step + i + j), total);
                 });
             });
+    }
     for (int r = 0; r < ROWS; ++r)
-        for (int k = 0; k < RANKS; ++k) sums[r * sums_step + k] = sum_of(sum[r * RANKS + k]);
+        for (int k = 0; k < RANKS; ++k) sums[r * sums_step + k] = sum_of(sum[r * RANKS + k]) * scale[k];
 }
 
 // y += B sums for PANELS panels of outputs of ROWS rows.
 template <int ROWS, int PANELS>
-inline void expand_rows(const uint32_t* b, int rank, const float* sums, size_t sums_step, float* y, size_t step) {
-    const size_t panel = size_t(rank / 2) * edgellm::PANEL;
-    for (int j = 0; j < edgellm::PANEL; j += LANES) {
-        Vec low[ROWS * PANELS] = {}, high[ROWS * PANELS] = {};
-        for (int k = 0; k < rank; k += 2) {
-            Pairs pairs[PANELS];
-            unrolled<PANELS>([&](int p) { pairs[p] = load_pairs(b + p * panel + size_t(k / 2) * edgellm::PANEL + j); });
-            unrolled<ROWS>([&](int r) {
-                const Vec even = splat(sums[r * sums_step + k]), odd = splat(sums[r * sums_step + k + 1]);
+inline void expand_rows(const int8_t* b, int rank, const float* sums, size_t sums_step, float* y, size_t step) {
+    using edgellm::PANEL;
+    const size_t panel = size_t(rank) * PANEL;
+    for (int j = 0; j < PANEL; j += LANES) {
+        Vec sum[2][ROWS * PANELS] = {};  // of even ranks and odd ones
+        for (int k = 0; k < rank; k += 2)
+            unrolled<2>([&](int odd) {
+                Vec codes[PANELS];
                 unrolled<PANELS>([&](int p) {
-                    low[r * PANELS + p] = fused(pairs[p].low, even, low[r * PANELS + p]);
-                    high[r * PANELS + p] = fused(pairs[p].high, odd, high[r * PANELS + p]);
+                    codes[p] = to_float(load_narrow(b + p * panel + size_t(k + odd) * PANEL + j));
+                });
+                unrolled<ROWS>([&](int r) {
+                    const Vec x = splat(sums[r * sums_step + k + odd]);
+                    unrolled<PANELS>([&](int p) {
+                        sum[odd][r * PANELS + p] = fused(codes[p], x, sum[odd][r * PANELS + p]);
+                    });
                 });
             });
-        }
         unrolled<ROWS>([&](int r) {
             unrolled<PANELS>([&](int p) {
-                float* out = y + r * step + size_t(p) * edgellm::PANEL + j;
-                store(out, load(out) + (low[r * PANELS + p] + high[r * PANELS + p]));
+                float* out = y + r * step + size_t(p) * PANEL + j;
+                store(out, load(out) + (sum[0][r * PANELS + p] + sum[1][r * PANELS + p]));
             });
         });
     }
@@ -219,9 +214,11 @@ private:
         const int inputs = readers.inputs;
         const float* x = x_ + size_t(run.row) * width_ + size_t(head) * inputs;
         for (int k = first; k < end; k += edgellm::RANKS) {
-            const uint32_t* a = change.a + size_t(head) * change.a_step + size_t(k) * (inputs / 2);
+            const int8_t* a = change.a + size_t(head) * change.a_step + size_t(k) * inputs;
+            const float* scale = change.scale + size_t(head) * change.scale_step + k;
             of_rows(run.rows, [&](auto rows) {
-                shrink_rows<rows()>(a, inputs, x, width_, sums(run.row, readers.first + part + head) + k, step());
+                shrink_rows<rows()>(a, inputs, scale, x, width_, sums(run.row, readers.first + part + head) + k,
+                                    step());
             });
         }
     }
@@ -229,8 +226,8 @@ private:
     const edgellm::LowRank& change_of(const Run& run, const edgellm::Layer* layer, ChangedPart part) const {
         return run.adapter->layers[layer - layers_].*part;
     }
-    static const uint32_t* panel_of(const edgellm::LowRank& change, int head, int panel) {
-        return change.b + size_t(head) * change.b_step + size_t(panel) * (change.rank / 2) * edgellm::PANEL;
+    static const int8_t* panel_of(const edgellm::LowRank& change, int head, int panel) {
+        return change.b + size_t(head) * change.b_step + size_t(panel) * change.rank * edgellm::PANEL;
     }
     size_t step() const { return size_t(places_) * rank_; }
     float* sums(int row, int place) const { return sums_ + row * step() + size_t(place) * rank_; }

@@ -10,15 +10,16 @@ from edgellm.kernels.native import address
 
 class _LowRank(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("a", "b")),
-        *((name, ctypes.c_int32) for name in ("rank", "a_step", "b_step")),
+        *((name, ctypes.c_void_p) for name in ("a", "b", "scale")),
+        *((name, ctypes.c_int32) for name in ("rank", "a_step", "b_step", "scale_step")),
     ]
 
     @classmethod
     def of(cls, change: PackedChange | None) -> _LowRank:
         if change is None:
             return cls()
-        return cls(address(change.a), address(change.b), change.rank, *change.steps)
+        matrices = (address(x) for x in (change.a, change.b, change.scale))
+        return cls(*matrices, change.rank, *change.steps)
 
 
 class _LayerChanges(ctypes.Structure):

@@ -15,8 +15,8 @@ def change(x: Floats, by: LowRank, head: int = 0) -> Floats:
 
     Where its heads have matrices of their own it is what is added to those of one, see `head`.
 
-    The inputs are not rounded; the matrices are, to bfloat16.
+    The inputs are not rounded; the matrices are, to int8.
     """
     one = (each if each.ndim == 2 else each[head] for each in (by.a, by.b))
-    a, b = (rounded(matrix).astype(np.float64) for matrix in one)
-    return np.asarray(x @ a.T @ b.T)
+    (a, of_a), (b, of_b) = (rounded(x, axis=axis) for x, axis in zip(one, (-1, -2), strict=True))
+    return np.asarray((x @ a.T.astype(np.float64)) * (of_a * of_b) @ b.T.astype(np.float64))

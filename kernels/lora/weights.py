@@ -1,14 +1,12 @@
-"""Packed matrices of an adapter, in pairs of bfloat16.
+"""Packed matrices of an adapter in int8.
 
-A 32-bit word has one number in its low half and one in its high half, so that a vector of words is
-two vectors of floats after a shift or a mask.
+    A  [rank / 4, inputs / 16, 4, 16]: 16 inputs of 4 ranks in turn
+    B  [outputs / 16, rank, 16]: each rank of 16 outputs
 
-    A  [rank / 4, inputs / 32, 4, 16]: numbers i and i + 16 of each 32 inputs, of 4 ranks in turn
-    B  [outputs / 16, rank / 2, 16]: ranks 2 k and 2 k + 1 of each of 16 outputs
-
-Ranks are padded with zeros to a multiple of 4, and outputs to whole panels. Of a linear layer whose
-heads are computed each by itself the matrices of all heads lie one behind the other. Rounding to
-bfloat16 moves a number by at most 0.4 %, and these are numbers of a change of the weights.
+A rank has one scale, which is that of its row of A times that of its column of B. Ranks are padded
+with zeros to a multiple of 4, and outputs to whole panels. Of a linear layer whose heads are
+computed each by itself the matrices of all heads lie one behind the other. Rounding moves a change
+of random matrices by 1 %, as much as it moves weights in int8: a small part of a change of these.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.quantized import GROUP
 
 Floats = NDArray[np.float32]
-Words = NDArray[np.uint32]
+Codes = NDArray[np.int8]
 # Linear layers that an adapter may change, in the order of call.h.
 CHANGED = (
     *("q", "k", "v", "o", "gate", "up", "down", "q_gate"),
@@ -32,8 +31,8 @@ CHANGED = (
     *("conv_in", "mamba_in", "mamba_o", "delta_qkv", "delta_z", "delta_a", "delta_b"),
     *("shared_gate", "shared_up", "shared_down"),
 )
-_RANKS, _BY_HEADS = 4, 3
-_LINE = 16  # words of a cache line
+_RANKS, _LANES, _BY_HEADS = 4, 16, 3
+_LINE = 64  # bytes of a cache line
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,25 @@ class PackedChange:
     """Change of a linear layer in packed matrices.
 
     Attributes:
+        scale: scales of the ranks `[H, rank]`, one row if all heads have the same.
         rank: rank with its padding.
         outputs, inputs: of a head, where there are some.
         heads: heads that have matrices of their own; 0: the layer is one.
     """
 
-    a: Words
-    b: Words
+    a: Codes
+    b: Codes
+    scale: Floats
     rank: int
     outputs: int
     inputs: int
     heads: int = 0
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Words from one head's A, and B, to those of the next; 0 where all heads have the same."""
+    def steps(self) -> tuple[int, int, int]:
+        """Numbers between what heads have of A, B and scales; 0 where all have the same."""
         a, b = (x[0].size if x.ndim > plain else 0 for x, plain in ((self.a, 4), (self.b, 3)))
-        return a, b
+        return a, b, self.rank if self.heads else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +97,7 @@ class AdapterWeights:
     @property
     def nbytes(self) -> int:
         changes = [change for layer in self.layers for change in layer.values()]
-        return sum(change.a.nbytes + change.b.nbytes for change in changes)
+        return sum(x.nbytes for change in changes for x in (change.a, change.b, change.scale))
 
 
 def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
@@ -117,8 +118,8 @@ def pack_adapter(layers: Sequence[Mapping[str, LowRank]]) -> AdapterWeights:
     for index, layer in enumerate(packed):
         for name, change in layer.items():
             digest.update(f"{index}.{name} {change.a.shape} {change.b.shape}\n".encode())
-            digest.update(change.a.tobytes())
-            digest.update(change.b.tobytes())
+            for array in (change.a, change.b, change.scale):
+                digest.update(array.tobytes())
     return AdapterWeights(_side_by_side(packed), digest.hexdigest())
 
 
@@ -127,20 +128,24 @@ def _side_by_side(layers: Sequence[Mapping[str, PackedChange]]) -> list[dict[str
 
     Each begins with a cache line.
     """
-    every = [change for layer in layers for change in layer.values()]
-    memory = np.empty(sum(x.a.size + x.b.size for x in every) + _LINE, np.uint32)
-    first = -(memory.ctypes.data // memory.itemsize) % _LINE
+    parts = ("a", "scale", "b")
+    every = [getattr(x, part) for layer in layers for x in layer.values() for part in parts]
+    memory = np.empty(sum(-(-x.nbytes // _LINE) for x in every) * _LINE + _LINE, np.uint8)
+    first = -memory.ctypes.data % _LINE
 
-    def moved(array: Words) -> Words:
+    def moved(array: NDArray[Any]) -> NDArray[Any]:
         nonlocal first
-        view = memory[first : first + array.size].reshape(array.shape)
+        view = memory[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
         view[...] = array
-        first += array.size
+        first += -(-array.nbytes // _LINE) * _LINE
         return view
 
     def layer_moved(layer: Mapping[str, PackedChange]) -> dict[str, PackedChange]:
-        a, b = ({name: moved(getattr(x, part)) for name, x in layer.items()} for part in "ab")
-        return {name: replace(each, a=a[name], b=b[name]) for name, each in layer.items()}
+        first = {name: (moved(x.a), moved(x.scale)) for name, x in layer.items()}
+        return {
+            name: replace(x, a=first[name][0], scale=first[name][1], b=moved(x.b))
+            for name, x in layer.items()
+        }
 
     return [layer_moved(layer) for layer in layers]
 
@@ -148,12 +153,14 @@ def _side_by_side(layers: Sequence[Mapping[str, PackedChange]]) -> list[dict[str
 def packed_bytes(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     """Return the bytes of a packed change whose matrices have these shapes."""
     rank = -(-a[0] // _RANKS) * _RANKS
-    return 2 * rank * (a[-1] + b[0])
+    return rank * (a[-1] + b[0] + 4)
 
 
-def rounded(values: Floats) -> Floats:
-    """Round to bfloat16, ties to even."""
-    return (_halves(values).astype(np.uint32) << 16).view(np.float32)
+def rounded(values: Floats, *, axis: int) -> tuple[Codes, Floats]:
+    """Round to int8, ties to even; return codes, and scales of what lies along an axis."""
+    scale = np.abs(values).max(axis, keepdims=True) / np.float32(127)
+    codes = np.rint(values / np.where(scale > 0, scale, 1)).astype(np.int8)
+    return codes, scale.squeeze(axis)
 
 
 def _packed(name: str, change: LowRank) -> PackedChange:
@@ -165,26 +172,19 @@ def _packed(name: str, change: LowRank) -> PackedChange:
             f"of heads, and inputs in groups of {GROUP}"
         )
     padded, panels = -(-rank // _RANKS) * _RANKS, -(-outputs // PANEL)
-    a = np.zeros((*change.a.shape[:-2], padded, inputs), np.uint16)
-    b = np.zeros((*change.b.shape[:-2], panels * PANEL, padded), np.uint16)
-    a[..., :rank, :], b[..., :outputs, :rank] = _halves(change.a), _halves(change.b)
-    blocks = a.reshape(*a.shape[:-2], padded // _RANKS, _RANKS, inputs // GROUP, 2, GROUP // 2)
-    groups = blocks.swapaxes(-4, -3)
-    lanes = b.reshape(*b.shape[:-2], panels, PANEL, padded // 2, 2).swapaxes(-3, -2)
+    a = np.zeros((*change.a.shape[:-2], padded, inputs), np.int8)
+    b = np.zeros((*change.b.shape[:-2], panels * PANEL, padded), np.int8)
+    a[..., :rank, :], of_a = rounded(change.a, axis=-1)
+    b[..., :outputs, :rank], scale = rounded(change.b, axis=-2)
+    scale = np.atleast_2d(of_a * scale)
+    blocks = a.reshape(*a.shape[:-2], padded // _RANKS, _RANKS, inputs // _LANES, _LANES)
+    lanes = b.reshape(*b.shape[:-2], panels, PANEL, padded)
     return PackedChange(
-        _words(groups[..., 0, :], groups[..., 1, :]),
-        _words(lanes[..., 0], lanes[..., 1]),
+        np.ascontiguousarray(blocks.swapaxes(-3, -2)),
+        np.ascontiguousarray(lanes.swapaxes(-2, -1)),
+        np.pad(scale, ((0, 0), (0, padded - rank))),
         padded,
         outputs,
         inputs,
         heads=max(heads, default=0),
     )
-
-
-def _halves(values: Floats) -> NDArray[np.uint16]:
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def _words(low: NDArray[np.uint16], high: NDArray[np.uint16]) -> Words:
-    return np.ascontiguousarray(low.astype(np.uint32) | high.astype(np.uint32) << 16)

@@ -24,11 +24,13 @@ from edgellm.kernels.gpu.kv_blocks import DevicePool
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear.gpu import DevicePackedWeights, Peaks, embed, linear
 from edgellm.kernels.linear.packed import PackedWeights
+from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.lora.gpu import MAX_RANK, Added, StepAdapters
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sampling import Logits
 from edgellm.kernels.sampling.gpu import LogitRows
 from edgellm.kernels.state_blocks import StateBlocks, StateView
-from edgellm.kernels.step.checks import check_pools, check_weights
+from edgellm.kernels.step.checks import check_adapter, check_pools, check_weights
 from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
@@ -44,6 +46,8 @@ _CAPTURE = threading.Lock()
 MAX_ROWS = 512
 # Largest number of sequences in a captured decode step.
 DECODE_ROWS = 32
+# Linear layers of attention over latents that adapters do not change here.
+_OF_LATENTS = {"q", "k", "v", "query_down", "key_up", "value_up"}
 # Numbers of sequences whose steps are captured before the first answer.
 WARM_ROWS = (1, 2, 4, 8, 16, 32)
 
@@ -134,14 +138,16 @@ class DeviceStep:
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(weights.layers, rows=MAX_ROWS, device=device)
         self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
+        changed = [each for layer in self._layers for each in layer.readers]
+        self._adapters = StepAdapters(changed, rows=MAX_ROWS, device=device)
         # layers behind the last one with K and V of its own read those of others: rows whose
         # results are not asked for need not enter them; a state is a result as well
         own = [n for n, layer in enumerate(weights.layers) if layer.kv_from is None]
         hybrid = any(isinstance(pool, StateBlocks) for pool in self._pools)
         self._readers = len(weights.layers) if hybrid else own[-1] + 1
-        self._chunk = Captured(partial(self._launch_chunk, len(weights.layers)), device)
-        self._short_chunk = Captured(partial(self._launch_chunk, self._readers), device)
-        self._decode: dict[int, Captured] = {}  # by number of rows
+        # by tiles of adapters, and by the layer where rows leave or by number of rows
+        self._chunk: dict[tuple[int, int], Captured] = {}
+        self._decode: dict[tuple[int, int], Captured] = {}
         self._pack: dict[int, Captured] = {}  # by number of rows
 
     def warm_up(self) -> None:
@@ -199,13 +205,18 @@ class DeviceStep:
             logits = self._logits.logits[: len(spans)]
             return _host(self._buffers.states[: len(spans)]), _host(logits)
         self._set(self._inputs, spans)
-        buffers, asked = self._buffers.of(sum(counts)), [span.logit_rows for span in spans]
+        tiles = self._set_adapters(spans)
+        buffers = self._buffers.of(sum(counts), self._added(tiles))
+        asked = [span.logit_rows for span in spans]
         leave = not all_states and asked != counts and self._readers < len(self._layers)
         end = self._readers if leave else len(self._layers)
         if counts == [MAX_ROWS]:
             if should_stop is not None and should_stop():
                 return None
-            (self._short_chunk if leave else self._chunk)()
+            key = tiles, end
+            if key not in self._chunk:
+                self._chunk[key] = Captured(partial(self._launch_chunk, *key), self._device)
+            self._chunk[key]()
         elif not self._through_layers(self._inputs, counts, buffers, should_stop, range(end)):
             return None
         rows = [
@@ -231,25 +242,17 @@ class DeviceStep:
             rows: their places among all rows.
         """
         hidden = np.zeros(buffers.x.shape, np.float32)
-        last = [span for span in spans if span.logit_rows]
+        last = [_last_rows(span) for span in spans if span.logit_rows]
         if not last:
             return hidden, self._logits_of(buffers.states[:0])
         counts = [span.logit_rows for span in last]
-        self._inputs.set(
-            [
-                replace(
-                    span,
-                    tokens=span.tokens[-count:],
-                    start=span.start + len(span.tokens) - count,
-                )
-                for span, count in zip(last, counts, strict=True)
-            ]
-        )
+        self._inputs.set(last)
+        added = self._added(self._set_adapters(last))
         index = torch.tensor(rows, device=self._device)
         buffers.keep(index)
         if self._embeddings is not None:
             self._embeddings.keep(index)
-        few, layers = self._buffers.of(len(rows)), range(self._readers, len(self._layers))
+        few, layers = self._buffers.of(len(rows), added), range(self._readers, len(self._layers))
         if not self._through_layers(self._inputs, counts, few, should_stop, layers):
             return None
         hidden[rows] = _host(few.states)
@@ -315,19 +318,58 @@ class DeviceStep:
         """Run one token of each span by a captured graph; states and logits stay on the device."""
         rows = len(spans)
         self._set(self._decode_inputs, spans)
-        if rows not in self._decode:
-            self._decode[rows] = Captured(partial(self._launch_next, rows), self._device)
-        self._decode[rows]()
+        # as many tiles as rows, some of them without rows, so that one graph takes all adapters
+        key = rows if self._set_adapters(spans) else 0, rows
+        if key not in self._decode:
+            self._decode[key] = Captured(partial(self._launch_next, *key), self._device)
+        self._decode[key]()
 
-    def _launch_next(self, rows: int) -> None:
-        buffers = self._buffers.of(rows)
+    def _launch_next(self, tiles: int, rows: int) -> None:
+        buffers = self._buffers.of(rows, self._added(tiles))
         every = range(len(self._layers))
         self._through_layers(self._decode_inputs, [1] * rows, buffers, None, every)
         logits = self._logits.of(rows)
         self._head_into(buffers.states, logits.logits, peaks=logits.peaks)
 
-    def _launch_chunk(self, end: int) -> None:
-        self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None, range(end))
+    def _launch_chunk(self, tiles: int, end: int) -> None:
+        buffers = self._buffers.of(MAX_ROWS, self._added(tiles))
+        self._through_layers(self._inputs, [MAX_ROWS], buffers, None, range(end))
+
+    def load_adapter(self, adapter: AdapterWeights) -> None:
+        """Copy an adapter to the device, where it stays as long as there is the adapter.
+
+        Raises:
+            ValueError: it is for another model, or changes what Triton kernels do not change.
+        """
+        if adapter in self._adapters:
+            return
+        check_adapter(adapter, self._weights)
+        if adapter.rank > MAX_RANK:
+            raise ValueError(f"an adapter of rank {adapter.rank}; there is room for {MAX_RANK}")
+        for index, changes in enumerate(adapter.layers):
+            latent = self._weights.layers[index].latent is not None
+            others = changes.keys() & _OF_LATENTS if latent else ()
+            if others:
+                raise ValueError(
+                    f"the adapter changes layers.{index}.{min(others)}, which reads latents"
+                )
+        self._adapters.load(adapter)
+
+    def _set_adapters(self, spans: Sequence[StepSpan]) -> int:
+        """Copy what says which rows have which adapter; return the tiles, 0: no row has one."""
+        if all(span.adapter is None for span in spans):
+            return 0
+        for span in spans:
+            if span.adapter is not None:
+                self.load_adapter(span.adapter)
+        parts = (
+            ((None, span.adapter_start), (span.adapter, len(span.tokens) - span.adapter_start))
+            for span in spans
+        )
+        return self._adapters.set([run for both in parts for run in both])
+
+    def _added(self, tiles: int) -> Added | None:
+        return self._adapters.of(tiles) if tiles else None
 
     def _through_layers(
         self,
@@ -365,6 +407,17 @@ class DeviceStep:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
+
+
+def _last_rows(span: StepSpan) -> StepSpan:
+    """Return the span of those last rows of another one that go through the LM head."""
+    before = len(span.tokens) - span.logit_rows
+    return replace(
+        span,
+        tokens=span.tokens[before:],
+        start=span.start + before,
+        adapter_start=max(span.adapter_start - before, 0),
+    )
 
 
 def _host(tensor: torch.Tensor) -> Floats:

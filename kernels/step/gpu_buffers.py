@@ -13,6 +13,7 @@ from edgellm.kernels.experts.gpu import ExpertBuffers, ExpertSizes
 from edgellm.kernels.latent.gpu import HeadRows
 from edgellm.kernels.linear.gpu import FEW_ROWS, Rows
 from edgellm.kernels.linear.gpu_rows import CodedRows
+from edgellm.kernels.lora.gpu import Added, Readers
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.step.weights import LayerWeights
 
@@ -37,6 +38,7 @@ class Buffers:
             convolution, or for queries before RoPE.
         heads: for products of each head with its part of a weight, where there are latents; by the
             number of heads.
+        adapters: adapters of the rows; None: no row has one.
         residual, inner: few rows as codes: the residual as inputs of a norm's products, and inputs
             of o and down.
     """
@@ -59,6 +61,13 @@ class Buffers:
     partials: Partials
     experts: ExpertBuffers | None
     heads: Mapping[int, HeadRows]
+    adapters: Added | None = None
+
+    @property
+    def coded(self) -> CodedRows | None:
+        """Room for inputs of o and down, if they are few, and not read by adapters."""
+        few = len(self.x) <= FEW_ROWS and self.adapters is None
+        return self.inner if few else None
 
     @classmethod
     def empty(cls, layers: Sequence[LayerWeights], *, rows: int, device: str) -> Buffers:
@@ -113,15 +122,35 @@ class Buffers:
             },
         )
 
-    def of(self, rows: int) -> Buffers:
-        """Return the part of the buffers for the first `rows` tokens."""
+    def of(self, rows: int, adapters: Added | None = None) -> Buffers:
+        """Return the part of the buffers for the first `rows` tokens, which may have adapters."""
         return replace(
             self,
+            adapters=adapters,
             x=self.x[:rows],
             states=self.states[:rows],
             streams=self.streams[:rows],
             predicted=self.predicted[:rows],
         )
+
+    def biases(
+        self,
+        bias: torch.Tensor | None,
+        readers: Readers | None,
+        inputs: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> torch.Tensor | None:
+        """Return biases, if any: of each row with what adapters add, where there are some.
+
+        Args:
+            readers: linear layers with these inputs; None: adapters do not change them.
+            norm: weights of an RMS norm of the inputs, if any.
+        """
+        if self.adapters is None or readers is None:
+            return bias
+        return self.adapters.rows(readers, inputs, norm=norm, epsilon=epsilon)
 
     def keep(self, index: torch.Tensor) -> None:
         """Move some rows of the residual, or of its streams, to the beginning."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from edgellm.kernels.altup.gpu import DeviceAltUp
@@ -31,13 +30,16 @@ from edgellm.kernels.linear.gpu import (
     linear,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
+from edgellm.kernels.lora.gpu import Readers
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.step.gpu_buffers import Buffers, some
+from edgellm.kernels.step.gpu_feed_forward import FeedForward, add_product, inputs_of
 from edgellm.kernels.step.gpu_inputs import Place
 from edgellm.kernels.step.gpu_layer_input import DeviceInput, LayerEmbeddings
 from edgellm.kernels.step.gpu_mixers import (
     DeviceBeside,
     DeviceMixer,
+    MixerReaders,
     Projection,
     beside_of,
     device_mixer,
@@ -45,7 +47,7 @@ from edgellm.kernels.step.gpu_mixers import (
     mix,
     projections_of,
 )
-from edgellm.kernels.step.gpu_mlp import FeedForward, add_product, inputs_of
+from edgellm.kernels.step.gpu_mlp import joined_biases
 from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of, normalize
 from edgellm.kernels.step.weights import Floats, Laurel, LayerWeights, Weights
 
@@ -93,6 +95,7 @@ class DeviceLayer:
         laurel: what it adds beside attention, or None.
         altup: weights around several residual streams, or None.
         input: what it adds of a token's own embedding, or None.
+        changed: projections, o and what is beside it, as adapters change them.
     """
 
     slot: int
@@ -116,6 +119,12 @@ class DeviceLayer:
     altup: DeviceAltUp | None
     mlp: FeedForward
     input: DeviceInput | None
+    changed: MixerReaders
+
+    @property
+    def readers(self) -> list[Readers]:
+        """Linear layers that adapters may change, those with the same input together."""
+        return [each for each in (*self.changed, *self.mlp.readers) if each is not None]
 
     @classmethod
     def of(
@@ -130,6 +139,8 @@ class DeviceLayer:
         """Move the weights of a layer to the device."""
         layer = weights.layers[index]
         norms, mixer, pool = layer.head_norms, layer.mixer, pools[layer.pool]
+        own = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
+        biases = [(weight.outputs, bias) for weight, bias in own if weight is not None]
 
         def vector(array: Floats | None) -> torch.Tensor | None:
             return None if array is None else on_device(array, device)
@@ -145,7 +156,7 @@ class DeviceLayer:
             beside=beside_of(weights, index, device),
             latent=latent_of(layer, device),
             q_gate=None if layer.q_gate is None else DevicePackedWeights.of(layer.q_gate, device),
-            qkv_bias=vector(_qkv_bias(layer)),
+            qkv_bias=vector(joined_biases(biases)),
             head_norms=None if norms is None else DeviceNorms.of(norms, layer.head_dim, device),
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
@@ -156,8 +167,9 @@ class DeviceLayer:
             tiling=Tiling.of(pool, layer.heads) if isinstance(pool, DeviceBlocks) else None,
             laurel=DeviceLaurel.of(layer.laurel, device),
             altup=DeviceAltUp.of(layer.altup, weights.epsilon, device),
-            mlp=FeedForward.of(layer, weights.epsilon, device),
+            mlp=FeedForward.of(weights, index, device),
             input=DeviceInput.of(weights, index, embeddings, device),
+            changed=MixerReaders.of(layer, index, device),
         )
 
     def run(
@@ -202,6 +214,7 @@ class DeviceLayer:
             self.o_bias,
             self.post_attention_norm,
             buffers,
+            readers=self.changed.o,
             epsilon=self.epsilon,
             scale=1.0 if self.laurel is None else 0.5**0.5,
             coded=attended,
@@ -248,7 +261,8 @@ class DeviceLayer:
             gate = some(buffers.projected, rows, self.q_gate.outputs)
             product(self.q_gate, gate)
         if self.beside is not None:
-            linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
+            bias = buffers.biases(None, self.changed.mamba_o, mixed)
+            linear(mixed, o, buffers.x, buffers.rows, bias=bias, add=True, coded=coded)
         if self.laurel is not None:
             self._add_laurel(buffers, self.laurel, product)
         q, out = (some(each, rows, self.o.inputs) for each in (buffers.q, buffers.attended))
@@ -264,7 +278,7 @@ class DeviceLayer:
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
-        coded = buffers.inner if rows <= FEW_ROWS and takes_codes(self.host.head_dim) else None
+        coded = buffers.coded if takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
             place.tables,
@@ -352,22 +366,30 @@ class DeviceLayer:
         few, first = len(inputs) <= FEW_ROWS, 0
         if few and not ready:
             code_rows(inputs, buffers.residual, norm=norm, fine=True)
+        changed, epsilon = self.changed.projections, self.epsilon
+        added = buffers.biases(None, changed, inputs, norm=norm, epsilon=epsilon)
 
         def product(weight: DevicePackedWeights, y: torch.Tensor, fine: bool = False) -> None:
+            nonlocal first
+            bias = None
+            # adapters change those that come first, and nothing of a laurel
+            if added is not None and first < added.shape[1]:
+                bias = added[:, first : first + weight.outputs]
             linear(
                 inputs,
                 weight,
                 y,
                 buffers.rows,
                 norm=norm,
-                epsilon=self.epsilon,
+                epsilon=epsilon,
+                bias=bias,
                 fine=fine,
                 coded=buffers.residual if few else None,
             )
+            first += weight.outputs
 
         for weight, fine in self.projections:
             product(weight, out[:, first : first + weight.outputs], fine)
-            first += weight.outputs
         return product
 
 
@@ -376,17 +398,3 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
     if norm is None or norm.bias is not None:
         return None
     return Next(buffers.residual, norm.weight, fine)
-
-
-def _qkv_bias(layer: LayerWeights) -> Floats | None:
-    """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
-    if layer.q_bias is None and layer.k_bias is None and layer.v_bias is None:
-        return None
-    parts = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
-    return np.concatenate(
-        [
-            np.zeros(of.outputs, np.float32) if bias is None else bias
-            for of, bias in parts
-            if of is not None
-        ]
-    )

@@ -12,9 +12,11 @@ from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.latent.gpu import DeviceLatent
-from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights
+from edgellm.kernels.linear.gpu import DevicePackedWeights
 from edgellm.kernels.linear.gpu_rows import CodedRows
 from edgellm.kernels.linear.packed import PackedWeights
+from edgellm.kernels.lora.gpu import Readers
+from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.gpu import DeviceMamba2
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.short_conv.gpu import Convolution
@@ -45,6 +47,27 @@ class DeviceBeside(NamedTuple):
     slot: int
 
 
+class MixerReaders(NamedTuple):
+    """Projections, o and the o of a mixer beside attention, as adapters change them.
+
+    Attributes:
+        projections: those that read the inputs of a layer; None: they make latents, and adapters do
+            not change them.
+    """
+
+    projections: Readers | None
+    o: Readers
+    mamba_o: Readers | None
+
+    @classmethod
+    def of(cls, layer: LayerWeights, index: int, device: str) -> MixerReaders:
+        outputs, mamba_o = _projections(layer), None
+        o = Readers.of(index, {"o": layer.o.outputs}, device, layer.o_bias)
+        if layer.mamba_o is not None:
+            mamba_o = Readers.of(index, {"mamba_o": layer.mamba_o.outputs}, device)
+        return cls(Readers.of(index, outputs, device) if outputs else None, o, mamba_o)
+
+
 def mix(
     buffers: Buffers,
     mixer: DeviceMixer,
@@ -54,7 +77,7 @@ def mix(
     out: torch.Tensor,
 ) -> CodedRows | None:
     """Compute a mixer with states; return the results if they are codes."""
-    coded = buffers.inner if len(inputs) <= FEW_ROWS and mixer.takes_codes else None
+    coded = buffers.coded if mixer.takes_codes else None
     if isinstance(mixer, Convolution):
         mixer.run(inputs, states, slot, out, coded)
     else:
@@ -109,3 +132,25 @@ def projections_of(layer: LayerWeights, device: str) -> list[Projection]:
     # without K of its own, a layer has no V either
     last = stacked[-1] if mixer is None and layer.k is not None else None
     return [Projection(each, each is last) for each in stacked]
+
+
+def _projections(layer: LayerWeights) -> dict[str, int]:
+    """Return the numbers of outputs of the projections, in the order of computation, by the names
+    that adapters give them."""
+    mixer = layer.mixer
+    if layer.latent is not None:
+        return {}
+    if isinstance(mixer, ShortConvWeights):
+        return {"conv_in": mixer.conv_in.outputs}
+    if isinstance(mixer, Mamba2Weights):
+        return {"mamba_in": mixer.mamba_in.outputs}
+    if isinstance(mixer, DeltaNetWeights):
+        parts = {"qkv": mixer.qkv, "z": mixer.z, "a": mixer.a, "b": mixer.b}
+        return {f"delta_{name}": each.outputs for name, each in parts.items()}
+    own = {"q": layer.q, "k": layer.k, "v": layer.v}
+    outputs = {name: each.outputs for name, each in own.items() if each is not None}
+    if layer.beside is not None:
+        outputs["mamba_in"] = layer.beside.mamba_in.outputs
+    if layer.q_gate is not None:
+        outputs["q_gate"] = layer.q_gate.outputs
+    return outputs

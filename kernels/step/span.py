@@ -27,7 +27,7 @@ class StepSpan:
         tokens: token ids.
         start: position of the first token.
         logit_rows: number of last tokens that go through the LM head.
-        adapter: adapter of the tokens, in C++ alone; None: the model as it is.
+        adapter: adapter of the tokens; None: the model as it is.
         adapter_start: number of first tokens that go without it.
         kv_read: tokens that each row reads at most, in C++ alone, see `sealed_blocks.py`; the first
             two layers read all. None: all layers do.

@@ -19,8 +19,8 @@ from edgellm.kernels.kv_blocks import (
 from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step import (
     StepSpan,
+    gpu_feed_forward,
     gpu_layer,
-    gpu_mlp,
 )
 from edgellm.kernels.step.gpu import DeviceStep
 
@@ -34,7 +34,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             counts[name] += 1
             launch(*arguments, **options)
 
-        for module in (gpu_layer, gpu_mlp):
+        for module in (gpu_layer, gpu_feed_forward):
             launch = getattr(module, name, None)
             if launch is not None:
                 monkeypatch.setattr(module, name, partial(call, launch=launch))

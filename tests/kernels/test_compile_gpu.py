@@ -21,7 +21,10 @@ WITH_EXPERTS = "Qwen3-30B-A3B"
 WITH_LATENTS = "DeepSeek-V2-Lite"
 WITH_STATES = "LFM2-1.2B,Qwen3.5-0.8B,Granite-4.0-H-1B,Falcon-H1-1.5B"
 WITH_EMBEDDINGS = "Gemma-4-E2B,Gemma-3n-E2B"
-EVERY_KERNEL = f"SmolLM2-135M,{WITH_EXPERTS},{WITH_LATENTS},{WITH_STATES},{WITH_EMBEDDINGS}"
+WITH_ADAPTERS = "SmolLM2-with-adapters"
+EVERY_KERNEL = (
+    f"SmolLM2-135M,{WITH_ADAPTERS},{WITH_EXPERTS},{WITH_LATENTS},{WITH_STATES},{WITH_EMBEDDINGS}"
+)
 # Models that together have every part of a layer that a kernel is compiled for.
 WITH_PARTS = (
     "Gemma-2-2B,Gemma-3-1B,OLMo-2-1B,Hunyuan-1.8B,StarCoder2-3B,Llama-with-biases,"

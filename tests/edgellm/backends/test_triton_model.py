@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_adapters import pairs_of, write_peft
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.backends.selection import select
@@ -314,3 +316,49 @@ def test_blocks_change_sides(format: KVFormat, monkeypatch: pytest.MonkeyPatch) 
             for block in range(7):
                 expected = mine[block] if block in ids[1:] else np.ones_like(mine[block])
                 np.testing.assert_array_equal(theirs[block], expected)
+
+
+def test_adapters_come_and_go_while_the_model_answers(
+    bundle: Bundle, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that begins late too, whose rows are cut among calls; as on the CPU."""
+    paths = [
+        write_peft(tmp_path / str(seed), pairs_of(tiny_model, rank=rank, seed=seed, size=1.0))
+        for seed, rank in enumerate((4, 7))
+    ]
+    tokens, found = TOKENS[:27], []
+    monkeypatch.setattr("edgellm.kernels.step.gpu.MAX_ROWS", 16)
+    for backend in ("triton", CPU):
+        with load(str(bundle.path), prefill=backend, decode=backend) as llm:
+            rows = []
+            for number, (path, start) in enumerate([(None, 0), (paths[0], 0), (paths[1], 19)]):
+                weights = None
+                if path is not None:
+                    llm.load_adapter("it", path)
+                    weights = llm.engine.adapters.loaded["it"].weights
+                    llm.unload_adapter("it")
+                root = llm.engine.cache.index.salted_root(str(number))
+                span = Span(llm.engine.cache.sequence(root=root), tokens, logit_rows=len(tokens))
+                span = replace(span, adapter=weights, adapter_start=start)
+                rows.append(
+                    llm.engine.thread.call(partial(llm.engine.prefill.run, [span]))[0].hidden
+                )
+            found.append(rows)
+    for ours, theirs in zip(*found, strict=True):
+        assert close(ours, theirs)
+    plain, whole, late = found[0]
+    assert not close(plain, whole)
+    assert np.array_equal(plain[:16], late[:16])
+    assert not close(plain[19:], late[19:])
+
+
+@pytest.mark.smoke
+def test_an_adapter_beyond_the_device_is_refused(
+    bundle: Bundle, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_peft(tmp_path / "it", pairs_of(tiny_model, rank=2))
+    with load(str(bundle.path), prefill="triton", decode="triton") as llm:
+        monkeypatch.setattr(device, "free_bytes", lambda _: 1000)
+        with pytest.raises(MemoryEstimateError, match="for the adapter 0 MiB are needed"):
+            llm.load_adapter("it", path)
+        assert llm.adapters == []
