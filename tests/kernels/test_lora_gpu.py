@@ -26,7 +26,7 @@ from edgellm.kernels.step import reference  # noqa: E402
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(96, (40, 16)), (576, (70,))])
-@pytest.mark.parametrize("rank", [1, 8, 17, 64])
+@pytest.mark.parametrize("rank", [1, 8, pytest.param(17, marks=pytest.mark.smoke), 64])
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_changes_are_those_of_the_reference(
     triton_device: str, inputs: int, outputs: tuple[int, ...], rank: int
@@ -125,11 +125,7 @@ def test_matches_the_reference(triton_device: str, name: str, rank: int) -> None
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("grouped queries", marks=pytest.mark.smoke),
-        *("everything", "experts and a shared one", "mamba2 beside"),
-    ],
+    "name", ["grouped queries", "everything", "experts and a shared one", "mamba2 beside"]
 )
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_rows_of_several_adapters_are_as_alone_and_as_in_cpp(
@@ -174,9 +170,10 @@ def test_rows_of_several_adapters_are_as_alone_and_as_in_cpp(
             assert distance(ours, plain[i]) > 0.2
 
 
+@pytest.mark.smoke
 def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) -> None:
     """Others in each step, and again those of the first."""
-    model = Model(SHAPES[0])
+    model = Model(Shape(2, 1, 32, hidden=64, intermediate=64))
     adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (2, 5)]
     views = model.views("f32")
     step, _ = step_on(model, views, triton_device)
