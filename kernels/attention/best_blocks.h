@@ -125,9 +125,8 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
     for (int h = 0; h < group; ++h)
         for (int i = 0; i < looked; ++i)
             near[h * looked + i] = q[h * width + 4 * quads.numbers[i / 8] + i % 4 + i / 4 % 2 * (width / 2)];
-    constexpr int AHEAD = 4;  // blocks: what is read of one is less than a memory access takes
     for (int block = 1; block < end; ++block) {
-        const size_t row = row_of(block), ahead = row_of(std::min(block + AHEAD, end - 1));
+        const size_t row = row_of(block), ahead = row_of(std::min(block + 1, end - 1));
         for (int d = 0; d < 2 * width; d += 16) fetch(half_of(ahead) + d);
         for (int j = 0; j < edgellm::BLOCK; j += edgellm::KEYS)
             for (int n = 0; n < quads.count; ++n)
