@@ -189,7 +189,9 @@ def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) ->
     assert len({scores.tobytes() for scores in found}) == 3
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+@pytest.mark.parametrize(
+    "name", ["shared", "gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_rows_that_leave_early_have_their_adapters(triton_device: str, name: str) -> None:
     """Adapters that begin before, among and behind the rows that go on; one sequence has none."""
@@ -223,7 +225,7 @@ def test_captured_chunks_are_those_of_their_adapters_and_rows(
 ) -> None:
     """With as many tiles and rows, and with others, in turns."""
     monkeypatch.setattr("edgellm.kernels.step.gpu.MAX_ROWS", 8)
-    model = Model(SHARED["gemma4"])
+    model = Model(SHARED["shared"])
     adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (8, 3)]
     pools = model.pools("f32", blocks=1)
     views = [View(blocks, [0]) for blocks in pools]
