@@ -186,7 +186,9 @@ def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) ->
     assert len({scores.tobytes() for scores in found}) == 3
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma3n"])
+@pytest.mark.parametrize(
+    "name", ["shared", "gemma3n", pytest.param("gemma4", marks=pytest.mark.slow)]
+)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_rows_that_leave_early_have_their_adapters(triton_device: str, name: str) -> None:
     """Adapters that begin before, among and behind the rows that go on; one sequence has none."""
@@ -214,27 +216,28 @@ def test_rows_that_leave_early_have_their_adapters(triton_device: str, name: str
     assert ((apart > 0.2) == [False, True, True, False, True, False]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_captured_chunks_are_those_of_their_adapters_and_rows(
     triton_device: str, native_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many tiles and rows, and with others, in turns."""
     monkeypatch.setattr("edgellm.kernels.step.gpu.MAX_ROWS", 8)
-    model = Model(SHARED["gemma4"])
+    model = Model(SHARED["shared"])
     adapters = [test_lora.packed(model, test_lora.changes_of(model, rank)) for rank in (8, 3)]
     pools = model.pools("f32", blocks=1)
     views = [View(blocks, [0]) for blocks in pools]
     step, _ = step_on(model, views, triton_device)
     in_cpp = model.step(native_library, views)
     plain = span_of(views, model.tokens[:8], 0, logit_rows=1)
-    for which, start in ((0, 0), (1, 0), (None, 0), (1, 3), (0, 0)):
+    turns = [(0, 0, False), (0, 0, True), (None, 0, False), (1, 3, False), (1, 0, False)]
+    for which, start, all_states in turns:
         adapter = None if which is None else adapters[which]
         span = replace(plain, adapter=adapter, adapter_start=start)
         expected, _ = in_cpp.run([span])
-        for all_states in (False, True):
-            found, _ = step.run([span], all_states=all_states)
-            assert distance(found[-1:], expected[-1:]) < 0.03
-            assert found[:-1].any() == all_states
+        found, _ = step.run([span], all_states=all_states)
+        assert distance(found[-1:], expected[-1:]) < 0.03
+        assert found[:-1].any() == all_states
 
 
 def test_what_triton_does_not_change_is_refused(triton_device: str) -> None:
