@@ -86,12 +86,13 @@ def _refuse_pipes(path: Path) -> None:
 
 
 def qkv_bias(checkpoint: Checkpoint, layer: int) -> NDArray[np.float32] | None:
-    """Return a layer's biases of Q, K and V, and zeros for a gate; None if it has none."""
+    """Return a layer's biases of Q, K and V, and zeros for what is behind; None if it has none."""
     mixer = checkpoint.config.layers[layer].mixer
     if not isinstance(mixer, Attention) or not mixer.qkv_bias:
         return None
     parts = [checkpoint.tensor(f"layers.{layer}.{name}_bias").float32() for name in "qkv"]
-    return np.concatenate([*parts, np.zeros(mixer.inputs - mixer.qkv_size, np.float32)])
+    rest = checkpoint.config.layers[layer].inputs - mixer.qkv_size
+    return np.concatenate([*parts, np.zeros(rest, np.float32)])
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:

@@ -191,9 +191,19 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def residual_width(self) -> int:
+        """Width of all residual streams, side by side."""
+        return self.hidden_size * (self.streams or 1)
+
+    @property
     def attentions(self) -> dict[int, Attention]:
         """Attention of each layer that has K and V, by the layer's index."""
         return {i: layer.attention for i, layer in enumerate(self.layers) if layer.attends}
+
+    @property
+    def sources(self) -> set[int]:
+        """Indices of the layers whose K and V others read."""
+        return {each.kv_from for each in self.attentions.values() if each.kv_from is not None}
 
     @property
     def attention(self) -> Attention:

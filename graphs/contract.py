@@ -11,7 +11,9 @@ graph of llm.npu, Xu et al., arXiv:2407.05858, taken to its end). All tensors ar
 
 Norms of Q and K, RoPE, and changes of attention scores are computed between segments. A layer with
 another mixer has its op there: `qkv` is what the mixer's input projections give, side by side, and
-`attention` what its output projection reads. A gate of attention stands behind Q, K and V.
+`attention` what its output projection reads. A gate of attention stands behind Q, K and V, and a
+mixer beside attention behind that. Queries of latents come out of the matrix that makes keys, and
+the one that makes values stands in the next segment: neither depends on positions.
 
 A segment may be cut in two before down_proj, where the host then adds the outliers that the
 accelerator clips (see `quantize/calibration.py`):
@@ -24,8 +26,12 @@ A segment behind a layer with experts is cut in two where the host computes thes
     i.router        attention, residual                 -> residual, normed [C, E]
     i.behind        experts [C, E], residual            -> residual, qkv, or hidden
 
-`residual` and `activated` are private to a precision: they may be in a rotated basis. `normed` has
-the rows that the router and the experts read.
+Where tokens have embeddings for each layer, of the width P, segment 0 also reads `layer_rows
+[C, layers * P]` and gives `embedded.i [C, P]` of each layer i, which segment i + 1 reads.
+
+`residual` and `activated` are private to a precision: they may be in a rotated basis. Of several
+residual streams (AltUp) all that the next layer expects lie side by side, its own one first.
+`normed` has the rows that the router and the experts read.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ QKV = "qkv"
 ACTIVATED = "activated"
 NORMED = "normed"
 EXPERTS = "experts"
+LAYER_ROWS = "layer_rows"
 HIDDEN = "hidden"
 LOGITS = "logits"
 
@@ -87,26 +94,39 @@ def parts(config: ModelConfig, cut: Collection[int] = ()) -> list[Part]:
 
 def part_inputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's inputs to their widths."""
+    width, layers = config.layer_embedding, config.layer_count
     if part.index == 0:
-        return {X: config.hidden_size}
+        rows = {} if width is None else {LAYER_ROWS: layers * width}
+        return {X: config.hidden_size, **rows}
     before = config.layers[part.index - 1]
+    embedded = {} if width is None else {embedded_name(part.index - 1): width}
     if part.half == "down":
-        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.hidden_size}
+        return {ACTIVATED: before.mlp.intermediate, RESIDUAL: config.residual_width, **embedded}
     if part.half == "behind":
-        return {EXPERTS: config.hidden_size, RESIDUAL: config.hidden_size}
-    return {ATTENTION: before.mixer.size, RESIDUAL: config.hidden_size}
+        return {EXPERTS: config.hidden_size, RESIDUAL: config.residual_width, **embedded}
+    inputs = {ATTENTION: before.outputs, RESIDUAL: config.residual_width}
+    return inputs if part.half else {**inputs, **embedded}
 
 
 def part_outputs(config: ModelConfig, part: Part) -> dict[str, int]:
     """Map the names of a graph's outputs to their widths, in their order."""
     if part.half == "up":
         width = config.layers[part.index - 1].mlp.intermediate
-        return {RESIDUAL_OUT: config.hidden_size, ACTIVATED: width}
+        return {RESIDUAL_OUT: config.residual_width, ACTIVATED: width}
     if part.half == "router":
-        return {RESIDUAL_OUT: config.hidden_size, NORMED: config.hidden_size}
+        return {RESIDUAL_OUT: config.residual_width, NORMED: config.hidden_size}
     if part.index == config.layer_count:
         return {HIDDEN: config.hidden_size}
-    return {RESIDUAL_OUT: config.hidden_size, QKV: config.layers[part.index].mixer.inputs}
+    outputs = {RESIDUAL_OUT: config.residual_width, QKV: config.layers[part.index].inputs}
+    if part.index or config.layer_embedding is None:
+        return outputs
+    layers = range(config.layer_count)
+    return outputs | dict.fromkeys(map(embedded_name, layers), config.layer_embedding)
+
+
+def embedded_name(layer: int) -> str:
+    """Return the name of what tokens' embeddings for a layer come to."""
+    return f"embedded.{layer}"
 
 
 def part_file(part: Part, chunk: int | None) -> str:

@@ -196,13 +196,24 @@ class Attention:
 
     @property
     def qkv_size(self) -> int:
-        """Width of all query heads, then K, then V."""
-        return self.query_size + self.kv_size + self.value_size
+        """Width of all query heads, then K and V, as far as the layer has projections to them.
+
+        Queries that score latents have gone through the matrix that makes keys of these.
+        """
+        if self.latent is not None:
+            return (self.heads + 1) * (self.head_dim + self.latent.rank)
+        own = 0 if self.kv_from is not None else 1 if self.k_as_v else 2
+        return self.query_size + own * self.kv_size
 
     @property
     def inputs(self) -> int:
-        """Width of what the input projections give: Q, K and V, then the gate, if any."""
+        """Width of what attention reads: Q, K and V, then the gate, if any."""
         return self.qkv_size + (self.size if self.output_gate else 0)
+
+    @property
+    def outputs(self) -> int:
+        """Width of what attention gives: of each head a value, or a sum of latents."""
+        return self.size if self.latent is None else self.heads * self.latent.rank
 
 
 # What mixes the rows of a sequence in a layer.
@@ -324,6 +335,17 @@ class LayerConfig:
     def state_mixer(self) -> StateMixer | None:
         """Mixer of the layer that keeps a state; None: there is none."""
         return self.beside if isinstance(self.mixer, Attention) else self.mixer
+
+    @property
+    def inputs(self) -> int:
+        """Width of what the mixers read: that of one beside attention comes behind Q, K and V."""
+        return self.mixer.inputs + (0 if self.beside is None else self.beside.inputs)
+
+    @property
+    def outputs(self) -> int:
+        """Width of what the mixers give, in the same order."""
+        own = self.mixer.outputs if isinstance(self.mixer, Attention) else self.mixer.size
+        return own + (0 if self.beside is None else self.beside.size)
 
     @property
     def norms_inputs(self) -> bool:

@@ -127,6 +127,29 @@ class ConcatLinear:
 
 
 @dataclass(frozen=True)
+class SplitLinear:
+    """Linear layers with an input each, which lie side by side, and whose outputs are added.
+
+    Attributes:
+        parts: layers with the widths of their inputs.
+    """
+
+    parts: tuple[tuple[Linear, int], ...]
+
+    def activation(self, graph: GraphBuilder, x: ir.Value) -> Activation:
+        return Activation(x)
+
+    def apply(self, graph: GraphBuilder, x: Activation) -> ir.Value:
+        products, first = [], 0
+        for linear, width in self.parts:
+            ends = (graph.constant([at], np.int64) for at in (first, first + width, 1))
+            own = graph.op("Slice", x.values, *ends)
+            products.append(linear.apply(graph, linear.activation(graph, own)))
+            first += width
+        return graph.op("Sum", *products)
+
+
+@dataclass(frozen=True)
 class BiasedLinear:
     """Linear layer with a bias, `[N]` float32."""
 

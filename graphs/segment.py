@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from edgellm.graphs import contract
+from edgellm.graphs.altup import StreamAuthor, Streams
 from edgellm.graphs.builder import Array, GraphBuilder, Norm, NormStyle
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Grid, Half
@@ -30,6 +31,7 @@ class Mlp:
         up, down, gate: linear layers; without a gate, the MLP is `down(activation(up(x)))`.
         norm: norm of the MLP's input; None where it reads the residual as it is.
         post_norm: norm of the MLP's output before it is added to the residual, if any.
+        cutoff: standard deviations above a row's mean from which on a gate counts, or None.
     """
 
     up: Linear
@@ -38,6 +40,7 @@ class Mlp:
     norm: Norm | None = None
     post_norm: Norm | None = None
     activation: Activation = "silu"
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,51 @@ class Experts:
     weight: Array | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Laurel:
+    """Product beside attention, `norm(right(left(n)))` of the rows n that it reads (LAuReL).
+
+    With n itself it is added to the residual, which is divided by the root of 2 then.
+
+    Attributes:
+        before: norm that gives n of the residual.
+    """
+
+    before: Norm
+    left: Linear
+    right: Linear
+    norm: Norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerContexts:
+    """Projection and norm that tokens' embeddings for all layers are made with.
+
+    Attributes:
+        linear: projection of the residual before layer 0 to contexts of all layers.
+        norm: norm of each layer's context.
+        layers: number of layers.
+        width: width of a layer's embedding, P.
+        hidden: width of the residual, by whose root contexts are divided.
+    """
+
+    linear: Linear
+    norm: Norm
+    layers: int
+    width: int
+    hidden: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInput:
+    """Sum of a layer with its tokens' embeddings, `x + norm(output(activation(gate(x)) * e))`."""
+
+    gate: Linear
+    output: Linear
+    norm: Norm
+    activation: Activation
+
+
 @dataclass(frozen=True)
 class Segment:
     """Linear layers and norms between two attentions.
@@ -75,6 +123,11 @@ class Segment:
         qkv: fused projection of the attention behind the segment.
         enter: `[E, E]` that rotates the embedding to the residual's basis (segment 0), or None.
         leave: `[E, E]` that rotates the normed residual back (last segment), or None.
+        contexts: what tokens' embeddings for layers are made of (segment 0), or None.
+        layer_input: what the layer before the segment adds of such an embedding, or None.
+        scale: factor `[1]` of the residual at the end of that layer, or None.
+        laurel: product beside the attention before the segment, or None.
+        streams: what the segment does with several residual streams; None: there is one.
     """
 
     index: int
@@ -86,6 +139,11 @@ class Segment:
     qkv: Linear | None = None
     enter: Array | None = None
     leave: Array | None = None
+    contexts: LayerContexts | None = None
+    layer_input: LayerInput | None = None
+    scale: Array | None = None
+    laurel: Laurel | None = None
+    streams: Streams | None = None
 
 
 def author_segment(
@@ -156,12 +214,69 @@ class _Author:
 
     def behind_layers(self, residual: ir.Value) -> Sequence[ir.Value]:
         """Add the end of a segment: residual and next layer's Q, K and V, or the hidden states."""
+        if self.segment.streams is not None:
+            return self._behind_streams(residual, self.segment.streams)
+        added, scale = self._layer_input(residual), self.segment.scale
+        if added is not None:
+            residual = self.graph.op("Add", residual, added)
+        if scale is not None:
+            residual = self.graph.op("Mul", residual, self.graph.weight(scale))
         normed = self._normed(self.segment.norm, residual)
         if self.segment.qkv is not None:
-            return residual, _apply(self.graph, self.segment.qkv, normed)
+            return residual, _apply(self.graph, self.segment.qkv, normed), *self._embedded(residual)
         if self.segment.leave is not None:
             return (self._times(normed, self.segment.leave),)
         return (normed,)
+
+    def _behind_streams(self, made: ir.Value, streams: Streams) -> Sequence[ir.Value]:
+        """Add the same of several residual streams, from what a layer made of the first one."""
+        author = StreamAuthor(self.graph, streams, self.style)
+        if streams.behind is None:
+            assert streams.enter is not None
+            every = author.entered(made, streams.enter)
+        else:
+            predicted = author.split(self.inputs[contract.RESIDUAL])
+            every = author.corrected(streams.behind, predicted, made)
+            scale = self.graph.weight(streams.behind.scale)
+            added = self._layer_input(self.graph.op("Mul", author.first(every), scale))
+            every = every if added is None else author.with_added(every, added)
+        if streams.leave is not None:
+            return (self._normed(self.segment.norm, author.left(every, streams.leave)),)
+        assert streams.before is not None
+        predicted = author.predicted(streams.before, every)
+        normed = self._normed(self.segment.norm, author.first(predicted))
+        qkv = _apply(self.graph, self.segment.qkv, normed)
+        return author.joined(predicted), qkv, *self._embedded(made)
+
+    def _layer_input(self, x: ir.Value) -> ir.Value | None:
+        """Add what a layer makes of its tokens' embeddings for it, if any."""
+        graph, given = self.graph, self.segment.layer_input
+        if given is None:
+            return None
+        gate = _ACTIVATIONS[given.activation](graph, _apply(graph, given.gate, x))
+        embedded = self.inputs[contract.embedded_name(self.segment.index - 1)]
+        added = _apply(graph, given.output, graph.op("Mul", gate, embedded))
+        return self._normed(given.norm, added)
+
+    def _embedded(self, residual: ir.Value) -> list[ir.Value]:
+        """Add what tokens' embeddings for layers come to: `(norm(c) + sqrt(P) row) / sqrt(2)`."""
+        contexts = self.segment.contexts
+        if contexts is None:
+            return []
+        graph, width = self.graph, contexts.width
+        of_layers = graph.constant([0, -1, width], np.int64)
+
+        def scaled(x: ir.Value, factor: float) -> ir.Value:
+            return graph.op("Mul", x, graph.constant(factor, np.float32))
+
+        context = scaled(_apply(graph, contexts.linear, residual), contexts.hidden**-0.5)
+        normed = self._normed(contexts.norm, graph.op("Reshape", context, of_layers))
+        rows = graph.op("Reshape", self.inputs[contract.LAYER_ROWS], of_layers)
+        both = graph.op("Add", scaled(normed, 0.5**0.5), scaled(rows, (width / 2) ** 0.5))
+        return [
+            graph.op("Gather", both, graph.constant(layer, np.int64), axis=1)
+            for layer in range(contexts.layers)
+        ]
 
     def residual(self, embedding_scale: float) -> ir.Value:
         """Add the residual stream after a layer or, in segment 0, before the first layer."""
@@ -211,9 +326,23 @@ class _Author:
         return self.graph.op("Add", self.inputs[contract.RESIDUAL], added)
 
     def _after_attention(self) -> ir.Value:
-        attended = _apply(self.graph, self.segment.output, self.inputs[contract.ATTENTION])
-        added = self._normed(self.segment.output_norm, attended)
-        return self.graph.op("Add", self.inputs[contract.RESIDUAL], added)
+        graph, laurel, before = self.graph, self.segment.laurel, self._before()
+        attended = _apply(graph, self.segment.output, self.inputs[contract.ATTENTION])
+        residual = graph.op("Add", before, self._normed(self.segment.output_norm, attended))
+        if laurel is None:
+            return residual
+        x = self._normed(laurel.before, before)
+        added = _apply(graph, laurel.right, _apply(graph, laurel.left, x))
+        total = graph.op("Sum", residual, x, self._normed(laurel.norm, added))
+        return graph.op("Mul", total, graph.constant(0.5**0.5, np.float32))
+
+    def _before(self) -> ir.Value:
+        """Return the residual before the layer, or the stream that it computes."""
+        residual, streams = self.inputs[contract.RESIDUAL], self.segment.streams
+        if streams is None:
+            return residual
+        author = StreamAuthor(self.graph, streams, self.style)
+        return author.first(author.split(residual))
 
     def _after_mlp(
         self, mlp: Mlp, down: Linear, activated: ir.Value, residual: ir.Value
@@ -225,10 +354,12 @@ class _Author:
         """Add the MLP up to the input of down_proj."""
         graph = self.graph
         x = mlp.up.activation(graph, self._normed(mlp.norm, residual))
-        activation = _silu if mlp.activation == "silu" else _gelu
+        activation = _ACTIVATIONS[mlp.activation]
         if mlp.gate is None:
             return activation(graph, mlp.up.apply(graph, x))
         gate, up = mlp.gate.apply(graph, x), mlp.up.apply(graph, x)
+        if mlp.cutoff is not None:
+            gate = _exceeding(graph, gate, mlp.cutoff)
         return graph.op("Mul", activation(graph, gate), up)
 
     def _enter(self, x: ir.Value, scale: float) -> ir.Value:
@@ -251,6 +382,18 @@ def _apply(graph: GraphBuilder, linear: Linear | None, x: ir.Value) -> ir.Value:
     return linear.apply(graph, linear.activation(graph, x))
 
 
+def _exceeding(graph: GraphBuilder, gate: ir.Value, deviations: float) -> ir.Value:
+    """Add what gates exceed the mean and so many standard deviations of their row by."""
+
+    def mean(x: ir.Value) -> ir.Value:
+        return graph.op("ReduceMean", x, graph.constant([-1], np.int64))
+
+    off = graph.op("Sub", gate, mean(gate))
+    deviation = graph.op("Sqrt", mean(graph.op("Mul", off, off)))
+    cutoff = graph.op("Mul", deviation, graph.constant(deviations, np.float32))
+    return graph.op("Relu", graph.op("Sub", off, cutoff))
+
+
 def _silu(graph: GraphBuilder, x: ir.Value) -> ir.Value:
     return graph.op("Mul", x, graph.op("Sigmoid", x))
 
@@ -260,3 +403,6 @@ def _gelu(graph: GraphBuilder, x: ir.Value) -> ir.Value:
     factor = graph.op("Mul", squares, graph.constant(_GELU_CUBIC, np.float32))
     factor = graph.op("Add", factor, graph.constant(_GELU_LINEAR, np.float32))
     return graph.op("Mul", x, graph.op("Sigmoid", graph.op("Mul", x, factor)))
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu}

@@ -1,8 +1,8 @@
-"""Tensor of a checkpoint, in any storage format."""
+"""Tensor of a checkpoint, in any storage format, and matrices stacked, `[X*N, K]`, or cut apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError
-from edgellm.kernels.quantized import QuantizedWeight
+from edgellm.kernels.quantized import BLOCK, KINDS, QuantizedWeight, concatenate
 
 _LARGEST_HALF = float(np.finfo(np.float16).max)
 
@@ -108,3 +108,121 @@ def half_split_order(rows: int, heads: int, rotated: int) -> NDArray[np.intp]:
     order = np.arange(head_dim, dtype=np.intp)
     order[:rotated] = order[:rotated].reshape(-1, 2).T.reshape(-1)
     return (np.arange(heads)[:, None] * head_dim + order).reshape(-1)
+
+
+def stacked(tensors: Sequence[Tensor], *, name: str) -> Tensor:
+    """Return the stack of one matrix for each expert; they are read one after the other.
+
+    Args:
+        name: name of the matrices in errors.
+
+    Raises:
+        ModelFormatError: the matrices have several shapes.
+    """
+    shapes = sorted({tensor.shape for tensor in tensors})
+    if len(shapes) > 1 or len(shapes[0]) != 2:
+        raise ModelFormatError(
+            f"tensors {name} have the shapes {' and '.join(str(list(s)) for s in shapes)}; needed "
+            "are matrices of one shape"
+        )
+    rows, columns = shapes[0]
+
+    def float32() -> NDArray[np.float32]:
+        values = np.empty((len(tensors), rows, columns), np.float32)
+        for index, tensor in enumerate(tensors):
+            values[index] = tensor.float32()
+        return values.reshape(-1, columns)
+
+    read = [tensor.quantized for tensor in tensors if tensor.quantized is not None]
+    sizes = [tensor.nbytes for tensor in tensors]
+    return Tensor(
+        (len(tensors) * rows, columns),
+        "/".join(sorted({tensor.storage for tensor in tensors})),
+        float32,
+        quantized=(lambda: _concatenated(read)) if len(read) == len(tensors) else None,
+        nbytes=sum(sizes) if all(sizes) else 0,
+    )
+
+
+def flattened(tensor: Tensor, count: int, *, name: str, matrices: bool = True) -> Tensor:
+    """Return the stack of a tensor `[X, N, K]`, or of a tensor of vectors `[X, N]`.
+
+    Args:
+        count: number of matrices or vectors by the config.
+        name: name of the tensor in errors.
+
+    Raises:
+        ModelFormatError: the tensor has other dimensions.
+    """
+    if len(tensor.shape) != 2 + matrices or tensor.shape[0] != count:
+        kind = "matrices" if matrices else "vectors"
+        raise ModelFormatError(
+            f"tensor {name} has shape {list(tensor.shape)}, but the config asks for a stack of "
+            f"{count} {kind}"
+        )
+    _, rows, *columns = tensor.shape
+    shape = count * rows, *columns
+    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def cut_rows(tensor: Tensor, parts: int) -> Tensor:
+    """Return a matrix `[N, parts * K]` as `[N * parts, K]`: each row becomes several.
+
+    Codes are there only where the new rows are whole blocks of all kinds.
+
+    Raises:
+        ModelFormatError: the rows do not split into so many.
+    """
+    if len(tensor.shape) != 2 or tensor.shape[1] % parts:
+        raise ModelFormatError(
+            f"a tensor has shape {list(tensor.shape)}; the config asks for rows of {parts} parts"
+        )
+    rows, columns = tensor.shape[0] * parts, tensor.shape[1] // parts
+
+    def quantized() -> QuantizedWeight:
+        assert tensor.quantized is not None
+        weight = tensor.quantized()
+        arrays: dict[str, Any] = {n: a.reshape(rows, -1) for n, a in weight.arrays().items()}
+        return replace(weight, **arrays)
+
+    return replace(
+        tensor,
+        shape=(rows, columns),
+        float32=lambda: tensor.float32().reshape(rows, columns),
+        quantized=None if tensor.quantized is None or columns % BLOCK else quantized,
+    )
+
+
+def rows_first(tensor: Tensor) -> Tensor:
+    """Return a stack of float matrices `[X, K, N]` as `[X, N, K]`."""
+    stack, columns, rows = tensor.shape
+    return replace(
+        tensor,
+        shape=(stack, rows, columns),
+        float32=lambda: np.ascontiguousarray(tensor.float32().swapaxes(1, 2)),
+    )
+
+
+def as_vector(tensor: Tensor) -> Tensor:
+    """Return a matrix of one row `[1, K]` as a vector; one of another shape as it is."""
+    if len(tensor.shape) != 2 or tensor.shape[0] != 1:
+        return tensor
+    return replace(tensor, shape=tensor.shape[1:], float32=lambda: tensor.float32().reshape(-1))
+
+
+def _concatenated(read: Sequence[Callable[[], QuantizedWeight]]) -> QuantizedWeight:
+    weights = [each() for each in read]
+    kinds = {weight.kind.name for weight in weights}
+    if len(kinds) > 1:
+        # a file's zeros may be the same in all groups of some experts alone
+        weights = [_affine(weight) for weight in weights]
+    return concatenate(weights)
+
+
+def _affine(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return a weight with offsets in place of its zero, which are rounded to halves."""
+    kind = KINDS[f"int{weight.kind.bits}_affine"]
+    if weight.kind == kind:
+        return weight
+    offset = (-weight.kind.zero * weight.scales()).astype(np.float16)
+    return QuantizedWeight(kind, weight.codes, weight.scale, offset)

@@ -209,11 +209,17 @@ _MIXERS: Mapping[type[Mixer], Callable[[Any, int], Iterator[TensorSpec]]] = {
 }
 
 
+# Matrices of mixers that do not read the residual.
+_BEHIND = ("o", "mamba_o", "q_up", "key_up", "value_up")
+
+
 def mixer_inputs(config: ModelConfig, layer: int) -> list[str]:
-    """Return the names within a layer of its mixer's input projections."""
-    mixer = config.layers[layer].mixer
-    specs = _MIXERS[type(mixer)](mixer, config.hidden_size)
-    return [spec.name for spec in specs if spec.role == "linear" and spec.name != "o"]
+    """Return the names within a layer of its mixers' input projections."""
+    here, e = config.layers[layer], config.hidden_size
+    specs = [*_MIXERS[type(here.mixer)](here.mixer, e)]
+    if here.beside is not None:
+        specs += _mamba2_tensors(here.beside, e)
+    return [spec.name for spec in specs if spec.role == "linear" and spec.name not in _BEHIND]
 
 
 def _mlp_tensors(layer: LayerConfig, e: int) -> Iterator[TensorSpec]:

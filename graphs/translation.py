@@ -15,9 +15,15 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import key_of
 from edgellm.graphs.layer_config import Attention, Latent, Mixer
 from edgellm.graphs.safetensors_folder import FLOATS
-from edgellm.graphs.stack import flattened, rows_first, stacked
 from edgellm.graphs.state_mixers import DeltaNet
-from edgellm.graphs.tensor import Tensor, half_split_order, rows_of_tensor
+from edgellm.graphs.tensor import (
+    Tensor,
+    flattened,
+    half_split_order,
+    rows_first,
+    rows_of_tensor,
+    stacked,
+)
 from edgellm.graphs.tensors import STREAM_STACKS, layer_tensors, model_tensors
 
 # Tensors with rows in the order of RoPE's pairs: Q and K, their biases and norms.

@@ -62,10 +62,6 @@ class Kind:
     def inputs_multiple(self) -> int:
         return BLOCK if self.blocked else GROUP
 
-    @property
-    def bits_per_weight(self) -> float:
-        return (self.group_bytes + self.block_bytes / 8) / 64
-
 
 # In the order of `Kind` in linear/call.h.
 KINDS = {

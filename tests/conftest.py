@@ -25,7 +25,7 @@ import psutil
 import pytest
 from profiles import load_profile
 from requirements import unavailable
-from tiny_families import save_tokenizer
+from tiny_models import save_tokenizer
 
 from edgellm.backends import thread_pool
 from edgellm.backends.batch import Backend, Rows, Span

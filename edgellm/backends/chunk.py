@@ -33,6 +33,11 @@ class Chunk:
     spans: SequenceOf[Span]
     size: int
 
+    @property
+    def asked(self) -> bool:
+        """Whether hidden states of some rows are asked for."""
+        return any(span.all_states for span in self.spans)
+
 
 @dataclass(frozen=True)
 class RunningSpan:

@@ -301,11 +301,16 @@ class Computed:
 
 
 def part_of(span: Span, begin: int, count: int, *, on_host: bool) -> Span:
-    """Return `count` rows of a span from row `begin` on; host rows go through all layers."""
+    """Return `count` rows of a span from row `begin` on; host rows go through all layers.
+
+    The states of a part's rows are asked for where those of one of them are.
+    """
     end, group = begin + count, None if on_host else span.group
+    asked = span.all_states or end > len(span.tokens) - span.logit_rows
     if group is not None and group.entering is not None:
         group = replace(group, entering=group.entering[begin:end])
-    return Span(span.sequence, span.tokens[begin:end], group=group)
+    tokens = span.tokens[begin:end]
+    return Span(span.sequence, tokens, group=group, all_states=asked or on_host)
 
 
 class TokenBackend:

@@ -22,7 +22,9 @@ from edgellm.backends.segments import ModelHead, Run, Segments
 from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.cache.kv_cache import KVCache
 from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.attention.gpu_tiles import Tiling
 from edgellm.kernels.gpu.device import on_device
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.step import StepSpan
 from edgellm.kernels.step.gpu_inputs import SpanInputs
@@ -144,9 +146,11 @@ class DeviceModel(Model):
             for norms in attention.norms
         ]
         rows = max(segments.chunk_sizes)
+        blocks = next(pool for pool in pools if isinstance(pool, DeviceBlocks))
+        self._tiling = Tiling.of(blocks, config.heads)
         self._inputs = SpanInputs(
             pools,
-            heads=config.heads,
+            tilings=[self._tiling],
             rows=rows,
             positions=len(attention.ropes[0].cos),
             vocabulary=config.vocab_size,
@@ -155,9 +159,7 @@ class DeviceModel(Model):
         self._q = torch.empty((rows, config.heads, config.head_dim), device=device)
         self._partials = Partials.empty(
             tokens=rows,
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            kinds=[(config.heads, config.kv_heads, config.head_dim)],
             device=device,
         )
 
@@ -186,7 +188,7 @@ class DeviceModel(Model):
         heads = -1, attention.head_dim
         pool, slot = self._places[layer]
         place = self._inputs.places[pool]
-        work = self._inputs.work([len(span.tokens) for span in chunk.spans])
+        work = self._inputs.work([len(span.tokens) for span in chunk.spans])[self._tiling]
         cos, sin = self._ropes[attention.rope]
         append_rotated(
             place.blocks,

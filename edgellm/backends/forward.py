@@ -18,7 +18,7 @@ from edgellm.backends.batch import Span, reserved
 from edgellm.backends.chunk import Chunk, RunningChunk, RunningSpan, begun
 from edgellm.backends.host_attention import HostAttention
 from edgellm.backends.schedule import WINDOW, Policy, Processor, Schedule, Step, Task, one_by_one
-from edgellm.backends.segments import ModelHead, Segments
+from edgellm.backends.segments import ChunkBuffers, ModelHead, Segments
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
@@ -37,6 +37,9 @@ class Host(Protocol):
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
+
+    def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
+        """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
 
 
 Action = tuple[Step, Callable[[RunningChunk], None]]
@@ -68,6 +71,7 @@ class Model:
         self._blas = ThreadpoolController()
         self._actions = self._program()
         self.steps = [step for step, _ in self._actions]
+        self._readers = self._reading_steps()
         self._seconds: dict[tuple[int, str], float] = {}  # latest, by chunk size and step
 
     def forward(
@@ -110,8 +114,8 @@ class Model:
         Args:
             on_done: called with each chunk's hidden states `[n, E]`, in the order of the chunks,
                 once its tokens are counted into their sequences; overwritten after it returns.
-                After a group with more layers behind it, called with the rows that rest: the
-                residual with Q, K and V of the next layer; their tokens are not counted.
+                After a group with more layers behind it, called with the rows that rest (see
+                `_resting`); their tokens are not counted.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -123,11 +127,19 @@ class Model:
         layers = _layers_of(chunks)
         actions = self._actions if layers is None else self._through(layers)
         steps = [step for step, _ in actions]
+        whole = layers is not None or not self._readers
+        asked = [whole or chunk.asked for chunk in chunks]
+
+        def left(task: Task) -> bool:
+            """Whether a chunk leaves before a step, as no step behind it is asked for."""
+            return not asked[task.chunk] and task.step in self._readers
 
         def act(task: Task) -> None:
-            actions[task.step][1](jobs[task.chunk])
+            job = jobs[task.chunk]
+            if not left(task):
+                actions[task.step][1](job)
             if on_done is not None and task.step == len(steps) - 1:
-                on_done(self._leaving(jobs[task.chunk], layers))
+                on_done(self._leaving(job, layers) if asked[task.chunk] else self._zeros(job))
 
         # ONNX Runtime's pool spins between segments; BLAS threads would wait for the same cores
         # (846 against 1,750 tokens/s at pp512 on two cores, with attention in numpy).
@@ -148,6 +160,8 @@ class Model:
                 together=1 if layers is None else WINDOW,
                 should_stop=should_stop,
             )
+        readers = {self.steps[step].name for step in self._readers}
+        records = [each for each in records if asked[each.chunk] or each.name not in readers]
         for record in records:
             size = chunks[record.chunk].size
             self._seconds[size, record.name] = record.end_s - record.start_s
@@ -204,6 +218,17 @@ class Model:
         actions.append((Step("commit", "host", ordered=True), _commit))
         return actions
 
+    def _reading_steps(self) -> range:
+        """Return the steps behind the last layer with K and V or a state of its own, where others
+        come behind it: later rows need nothing of them."""
+        attentions = self.config.attentions
+        shared = [i for i, each in attentions.items() if each.kv_from is not None]
+        own = sorted({*range(self.config.layer_count)} - {*shared})
+        if own[-1] + 1 == self.config.layer_count:
+            return range(0)
+        first = [step.name for step in self.steps].index(self._mixer_at(own[-1])) + 1
+        return range(first, len(self.steps) - 1)
+
     def _through(self, layers: range) -> list[Action]:
         """Return the steps of a chunk through a group of layers.
 
@@ -221,7 +246,9 @@ class Model:
 
     def _mixer_at(self, layer: int) -> str:
         """Return the name of the step between two segments."""
-        return f"{key_of(type(self.config.layers[layer].mixer))} {layer}"
+        here = self.config.layers[layer]
+        mixers = [here.mixer] if here.beside is None else [here.mixer, here.beside]
+        return f"{'+'.join(key_of(type(mixer)) for mixer in mixers)} {layer}"
 
     def queue(self) -> AbstractContextManager[object]:
         """Return a context for launches on a device; it does nothing on the host."""
@@ -236,50 +263,64 @@ class Model:
         buffers, count = chunk.buffers, len(chunk.tokens)
         buffers.x[:count] = self.head.embed(chunk.tokens)
         buffers.x[count:] = 0
+        if self.config.layer_embedding is not None:
+            assert self._host is not None
+            buffers.layer_rows[:count] = self._host.layer_rows(chunk.tokens)
+            buffers.layer_rows[count:] = 0
         clear_behind(chunk)
 
     def _enter(self, layer: int, chunk: RunningChunk) -> None:
         """Perform the first step of a chunk whose rows rested before the attention of `layer`."""
         _open(chunk)
         buffers, count = chunk.buffers, len(chunk.tokens)
-        residual, width = buffers.residuals[self._residual_at(layer)], self.config.hidden_size
+        resting = self._resting(layer, buffers)
+        ends = np.cumsum([array.shape[1] for array in resting])[:-1]
         for span in chunk.spans:
             assert span.entering is not None
-            residual[span.rows] = span.entering[:, :width]
-            buffers.qkv[layer][span.rows] = span.entering[:, width:]
-        residual[count:] = 0
+            for array, rows in zip(resting, np.split(span.entering, ends, axis=1), strict=True):
+                array[span.rows] = rows
+        resting[0][count:] = 0
         clear_behind(chunk)
 
     def _leaving(self, chunk: RunningChunk, layers: range | None) -> Floats:
         """Return a chunk's hidden states, or its rows that rest before the attention of a layer."""
         if layers is None or layers.stop == self.config.layer_count:
             return self.hidden(chunk)
-        count, residual = len(chunk.tokens), self._residual_at(layers.stop)
-        qkv = chunk.buffers.qkv[layers.stop]
-        rows = chunk.buffers.residuals[residual][:count], qkv[:count]
-        return np.concatenate(rows, axis=1)
+        resting = self._resting(layers.stop, chunk.buffers)
+        return np.concatenate([array[: len(chunk.tokens)] for array in resting], axis=1)
 
-    def _residual_at(self, layer: int) -> int:
-        """Return the number of the residual buffer that is read behind the attention of a layer."""
-        return sum(part.index <= layer for part in self.segments.parts) % 2
+    def _resting(self, layer: int, buffers: ChunkBuffers) -> list[Floats]:
+        """Return what graphs behind the mixer of a layer need of those before: the residual first,
+        then Q, K and V, and embeddings for the layers from there on."""
+        residual = sum(part.index <= layer for part in self.segments.parts) % 2
+        embedded = [] if self.config.layer_embedding is None else buffers.embedded[layer:]
+        return [buffers.residuals[residual], buffers.qkv[layer], *embedded]
 
     def attend(self, layer: int, chunk: RunningChunk) -> None:
         """Apply RoPE, append to the cache and attend, or take rows through a mixer with states.
 
         The padding of the chunk takes no part.
         """
-        attends = self.config.layers[layer].attends
+        here = self.config.layers[layer]
+        # of a mixer beside attention the columns behind those of attention
+        given, mixed = (here.attention.inputs, here.attention.outputs) if here.attends else (0, 0)
         for span in chunk.spans:
             rows, sequence = chunk.buffers.qkv[layer][span.rows], span.sequence
-            if attends:
-                mixed = self._attention(
-                    layer, *sequence.view(layer), span.start, rows, threads=self._threads
+            out = chunk.buffers.attention[layer][span.rows]
+            if here.attends:
+                out[:, :mixed] = self._attention(
+                    layer,
+                    *sequence.view(layer),
+                    span.start,
+                    rows[:, :given],
+                    threads=self._threads,
                 )
-            else:
+            if here.state_mixer is not None:
                 assert self._host is not None
                 states = sequence.states_of(layer, span.start, span.start + len(span.tokens))
-                mixed = self._host.mix(layer, rows, states, threads=self._threads)
-            chunk.buffers.attention[layer][span.rows] = mixed
+                out[:, mixed:] = self._host.mix(
+                    layer, rows[:, given:], states, threads=self._threads
+                )
 
     def _shadow(self, segment: int, residual: int, chunk: RunningChunk) -> None:
         """Add the product of the inputs that down_proj's grid clips to down_proj's residual."""
@@ -297,6 +338,10 @@ class Model:
         rows = buffers.normed[:count]
         buffers.experts[:count] = self._host.experts(layer, rows, threads=self._threads)
         buffers.experts[count:] = 0
+
+    def _zeros(self, chunk: RunningChunk) -> Floats:
+        """Return hidden states that are not asked for."""
+        return np.zeros((len(chunk.tokens), self.config.hidden_size), np.float32)
 
     def hidden(self, chunk: RunningChunk) -> Floats:
         hidden: Floats = chunk.buffers.hidden[: len(chunk.tokens)]

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
 from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import HeadNorms, append_rotated
 from edgellm.kernels.kv_blocks import KVView
+from edgellm.kernels.latent.native import append_latents
+from edgellm.kernels.native import library
 from edgellm.kernels.rope import RopeTable
 
 Floats = NDArray[np.float32]
@@ -31,12 +34,35 @@ class HostAttention:
         ropes: one RoPE table for each of `config.ropes`.
         norms: norms of Q and K for each layer; None for a layer without them.
         sinks: attention sinks of each layer that has some.
+        latent_norms: weight of the norm of latents of each layer that has some.
     """
 
     config: ModelConfig
     ropes: Sequence[RopeTable]
     norms: Sequence[HeadNorms | None]
     sinks: Mapping[int, Floats] = field(default_factory=dict)
+    latent_norms: Mapping[int, Floats] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        ropes: Sequence[RopeTable],
+        norms: Sequence[HeadNorms | None],
+        vector: Callable[[str], Floats],
+    ) -> HostAttention:
+        """Make the attention of a model.
+
+        Args:
+            vector: function that gives a vector by its canonical name, `layers.0.sinks`.
+        """
+
+        def of(name: str, there: Callable[[Attention], bool]) -> dict[int, Floats]:
+            layers = [index for index, each in config.attentions.items() if there(each)]
+            return {index: vector(f"layers.{index}.{name}") for index in layers}
+
+        sinks = of("sinks", lambda each: each.sinks)
+        return cls(config, ropes, norms, sinks, of("latent_norm", lambda x: x.latent is not None))
 
     def __call__(
         self,
@@ -60,18 +86,7 @@ class HostAttention:
         """
         attention = self.config.layers[layer].attention
         own = np.ascontiguousarray(qkv[:, : attention.qkv_size])
-        heads = own.reshape(len(qkv), -1, attention.head_dim)
-        rope_table, norms = self.ropes[attention.rope], self.norms[layer]
-        q = append_rotated(
-            view.blocks,
-            view.table,
-            slot,
-            start,
-            heads,
-            rope_table,
-            norms=norms,
-            threads=threads,
-        )
+        q = self._append(layer, view, slot, start, own, threads=threads)
         attended = attend(
             view.blocks,
             view.table,
@@ -89,6 +104,45 @@ class HostAttention:
             # the logistic function without an exponential that overflows
             attended = attended * (0.5 + 0.5 * np.tanh(0.5 * qkv[:, attention.qkv_size :]))
         return attended
+
+    def _append(
+        self, layer: int, view: KVView, slot: int, start: int, rows: Floats, *, threads: int
+    ) -> Floats:
+        """Write K and V of rows as far as they are the layer's own; returns its queries."""
+        attention = self.config.layers[layer].attention
+        rope_table, latent = self.ropes[attention.rope], attention.latent
+        if latent is not None:
+            compiled = library()
+            if compiled is None:
+                raise UnsupportedModelError(
+                    "attention over latents without the C++ kernels, which were not built when "
+                    "edgellm was installed; install a C++ compiler and reinstall"
+                )
+            return append_latents(
+                compiled,
+                view.blocks,
+                view.table,
+                slot,
+                start,
+                rows,
+                rope_table,
+                norm=self.latent_norms[layer],
+                epsilon=latent.norm_eps,
+                threads=threads,
+            )
+        if attention.k_as_v:
+            rows = np.concatenate([rows, rows[:, -attention.kv_size :]], axis=1)
+        return append_rotated(
+            view.blocks,
+            view.table,
+            slot,
+            start,
+            rows.reshape(len(rows), -1, attention.head_dim),
+            rope_table,
+            norms=self.norms[layer],
+            queries_alone=attention.kv_from is not None,
+            threads=threads,
+        )
 
 
 def rope_tables(config: ModelConfig, positions: int) -> list[RopeTable]:

@@ -236,7 +236,8 @@ class NativeModel:
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
-        mixer, library = self._weights.layers[layer].mixer, self._library
+        here, library = self._weights.layers[layer], self._library
+        mixer = here.mixer or here.beside
         if isinstance(mixer, ShortConvWeights):
             return short_conv(library, x, mixer, [states], threads=threads)
         if isinstance(mixer, Mamba2Weights):
@@ -244,6 +245,15 @@ class NativeModel:
         assert mixer is not None
         epsilon = self._weights.epsilon
         return delta_net(library, x, mixer, [states], epsilon=epsilon, threads=threads)
+
+    def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
+        """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
+        given = self._weights.layer_table
+        assert given is not None
+        first = np.asarray(tokens, np.int64)[:, None] * self._layers
+        first[first >= given.table.outputs] = 0  # tokens that have none of their own
+        rows = (first + np.arange(self._layers)).reshape(-1)
+        return rows_of(given.table, rows.tolist()).reshape(len(tokens), -1)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """See `StepModel.linear`."""

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends import providers
+from edgellm.backends.batch import StepModel
 from edgellm.backends.forward import Host, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.providers import CPU, CUDA
@@ -21,7 +22,6 @@ from edgellm.backends.registry import NATIVE, STEPS, BackendFile, backend_file
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.selection import Parts
 from edgellm.backends.self_test import check_once
-from edgellm.backends.step_backend import StepModel
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED, map_arrays
@@ -93,7 +93,11 @@ def _open_graphs(
     heads = _heads(bundle, precisions, packed_head)
     norms = key_basis.open_head_norms(bundle.path, bundle.manifest.keys)
     weights = head_norms(bundle.config, norms.__getitem__)
-    attention = HostAttention(bundle.config, parts.ropes, weights, _sinks(bundle))
+
+    def vector(name: str) -> NDArray[np.float32]:
+        return map_arrays(bundle.path, {name: bundle.precision(PACKED).arrays[name]})[name]
+
+    attention = HostAttention.of(bundle.config, parts.ropes, weights, vector)
     models: dict[str, Model] = {}
     for precision in precisions:
         head = heads[bundle.precision(precision).head or ""]
@@ -140,16 +144,6 @@ def _open_model(
     on_one = runs_prefill and (selection.shares_cpu or two)
     threads = 1 if on_one else parts.threads
     return Model(segments, head, attention, threads=threads, host=host)
-
-
-def _sinks(bundle: Bundle) -> dict[int, NDArray[np.float32]]:
-    """Map the attention sinks of each layer that has some; they stand beside the packed weights."""
-    config = bundle.config
-    layers = [index for index, attention in config.attentions.items() if attention.sinks]
-    if not layers:
-        return {}
-    arrays = map_arrays(bundle.path, bundle.precision(PACKED).arrays)
-    return {index: arrays[f"layers.{index}.sinks"] for index in layers}
 
 
 def _heads(

@@ -42,8 +42,11 @@ class ChunkBuffers:
         activated: inputs of each down_proj `[C, I]`, between the halves of a segment that is cut.
             Layers with arrays of the same width share them.
         normed, experts: inputs and outputs of a layer's experts `[C, E]`.
-        residuals: two residuals `[C, E]`; the graph at position i reads number i % 2.
+        residuals: two residuals `[C, E]`, or all streams side by side; the graph at position i
+            reads number i % 2.
         hidden: hidden states `[C, E]` after the final norm.
+        layer_rows: rows of tokens' embeddings for layers `[C, layers * P]`; empty without such.
+        embedded: what they come to in each layer, `[C, P]`.
         segments: one function for each graph, which runs it on these buffers.
     """
 
@@ -55,6 +58,8 @@ class ChunkBuffers:
     experts: Any
     residuals: tuple[Any, Any]
     hidden: Any
+    layer_rows: Any
+    embedded: Sequence[Any]
     segments: Sequence[Run]
 
 
@@ -170,7 +175,7 @@ class Segments:
                 arrays[name, width] = self._zeros(chunk, width)
             return arrays[name, width]
 
-        even, odd = (array(name, config.hidden_size) for name in ("even", "odd"))
+        even, odd = (array(name, config.residual_width) for name in ("even", "odd"))
         runs: list[Run] = []
         sessions = self._sessions[None if self._symbolic else chunk]
         for index, (part, session) in enumerate(zip(self.parts, sessions, strict=True)):
@@ -190,15 +195,18 @@ class Segments:
                 )
             )
             runs.append(self._bound(session, inputs, outputs))
+        width = config.layer_embedding or 0
         return ChunkBuffers(
             array(contract.X, config.hidden_size),
-            [array(contract.ATTENTION, layer.mixer.size) for layer in config.layers],
-            [array(contract.QKV, layer.mixer.inputs) for layer in config.layers],
+            [array(contract.ATTENTION, layer.outputs) for layer in config.layers],
+            [array(contract.QKV, layer.inputs) for layer in config.layers],
             [array(contract.ACTIVATED, layer.mlp.intermediate) for layer in config.layers],
             array(contract.NORMED, config.hidden_size),
             array(contract.EXPERTS, config.hidden_size),
             (even, odd),
             array(contract.HIDDEN, config.hidden_size),
+            array(contract.LAYER_ROWS, config.layer_count * width),
+            [array(contract.embedded_name(i), width) for i in range(config.layer_count)],
             runs,
         )
 

@@ -67,9 +67,9 @@ class TritonModel:
         return results
 
     def _rows(self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None) -> list[Rows]:
-        states, logits = [], []
+        states, logits, every = [], [], any(span.all_states for span in spans)
         for call in _calls(spans, self._most):
-            result = self._step.run(call, should_stop=should_stop)
+            result = self._step.run(call, all_states=every, should_stop=should_stop)
             if result is None:
                 raise CancelledError("cancelled between two layers")
             states.append(result[0])

@@ -107,13 +107,13 @@ class Sequence:
         """Return the states of a layer that rows from `start` to `end` read and write.
 
         Raises:
-            TypeError: the layer has K and V.
+            TypeError: the layer has no state.
         """
-        group, slot = self._cache.places[layer]
-        table = self.tables[group]
-        if not isinstance(table, StateTable):
-            raise TypeError(f"layer {layer} has K and V, and no state")
-        return table.view(start, end).of_layer(slot)
+        for table in self.tables:
+            members = table.store.group.layers
+            if isinstance(table, StateTable) and layer in members:
+                return table.view(start, end).of_layer(members.index(layer))
+        raise TypeError(f"layer {layer} has no state")
 
     def states(self, start: int, end: int) -> list[StateView | None]:
         """Return views of the blocks with states of each group; None where it has K and V.

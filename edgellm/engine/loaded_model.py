@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgellm.backends import thread_pool
-from edgellm.backends.batch import Backend
+from edgellm.backends.batch import Backend, StepBackend
 from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
 from edgellm.backends.host_attention import rope_tables
 from edgellm.backends.opening import OpenModels, open_models
 from edgellm.backends.registry import CHUNKED, NATIVE
 from edgellm.backends.selection import Parts, Selection, select
-from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache

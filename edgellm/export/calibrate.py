@@ -17,7 +17,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.errors import ExportError, OptionError
-from edgellm.export.float_segments import WindowAttention, session_on_all_cores
+from edgellm.export.float_segments import session_on_all_cores
+from edgellm.export.window_attention import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint

@@ -2,8 +2,8 @@
 
 Weights are those of the file, dequantized; only one segment's weights are in memory, however large
 the model. Segments with experts, states or other parts that no graph computes run in numpy. Beside
-what graphs take and give (see `graphs/contract.py`), these hand on what later ones need: the
-residual before layer 0, embeddings for each layer, and K and V.
+what graphs take and give (see `graphs/contract.py`), these hand on what later ones need:
+embeddings for each layer, and K and V.
 """
 
 from __future__ import annotations
@@ -20,41 +20,30 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from edgellm.backends import thread_pool
-from edgellm.backends.host_attention import HostAttention, head_norms, rope_tables
-from edgellm.backends.packed_weights import altup_weights, mamba2_vectors
+from edgellm.backends.packed_weights import altup_weights
 from edgellm.backends.thread_pool import onnx_runtime
 from edgellm.errors import ModelFormatError
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
+from edgellm.export.window_attention import WindowAttention, shared_name
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import Part, part_file
-from edgellm.graphs.layer_config import Attention, Mixer
+from edgellm.graphs.layer_config import Attention, Latent
 from edgellm.graphs.segment import Segment, author_segment
-from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.altup import AltUpWeights
 from edgellm.kernels.altup import reference as altup
-from edgellm.kernels.delta_net import DeltaRule
-from edgellm.kernels.delta_net import reference as delta_net
 from edgellm.kernels.experts.reference import shares
-from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
-from edgellm.kernels.mamba2 import reference as mamba2
 from edgellm.kernels.quantized import dequantize
-from edgellm.kernels.short_conv import reference as short_conv
 from edgellm.kernels.step.reference import activate, exceeding, gated, norm
 from edgellm.machine import usable_cores
 from edgellm.store.precision_support import needs_host
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-
-
-# The residual before layer 0 [n, E], rows of tokens' embeddings for each layer [n, layers * P], and
-# residual streams [S, n, E].
-FIRST, EMBEDDINGS, STREAMS = "first", "embeddings", "streams"
 
 
 class ExpertSegment:
@@ -73,13 +62,13 @@ class ExpertSegment:
 
     def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
         """Compute the segment's outputs from its inputs, both by name."""
-        own = (contract.X, contract.ATTENTION, contract.RESIDUAL)
+        own = (contract.X, contract.ATTENTION, contract.RESIDUAL, contract.LAYER_ROWS)
         handed_on = {key: value for key, value in inputs.items() if key not in own}
         streams: Doubles | None = None
         if self._index == 0:
             residual = inputs[contract.X] * np.float32(self._config.embedding_scale)
             if self._config.layer_embedding is not None:
-                handed_on[FIRST] = residual
+                handed_on |= self._embeddings(residual, inputs[contract.LAYER_ROWS])
         else:
             residual, streams = self._after_layer(f"layers.{self._index - 1}", inputs)
         if self._index == 0 and self._config.streams is not None:
@@ -91,34 +80,40 @@ class ExpertSegment:
         name = f"layers.{self._index}"
         if streams is not None:
             streams = altup.predict(self._altup(name), streams, self._config.norm_eps)
-            handed_on[STREAMS] = streams.astype(np.float32)
-            residual = handed_on[STREAMS][0]
-        x = self._normed(f"{name}.attention_norm", residual)
+            residual = np.concatenate(list(streams), axis=1).astype(np.float32)
+        # of several streams the layer computes the first
+        first = residual[:, : self._config.hidden_size]
+        x = self._normed(f"{name}.attention_norm", first)
         mixer = self._config.layers[self._index].mixer
-        if isinstance(mixer, Attention):
-            parts = [self._product(f"{name}.q", x), *self._keys_and_values(mixer, x, handed_on)]
-            if mixer.output_gate:
-                parts.append(self._product(f"{name}.q_gate", x))
-            if self._config.layers[self._index].beside is not None:
-                parts.append(self._product(f"{name}.mamba_in", x))
+        if isinstance(mixer, Attention) and mixer.latent is not None:
+            parts = [self._queries(mixer, mixer.latent, x)]
+            parts += [self._product(f"{name}.{part}", x) for part in "kv"]
         else:
             names = mixer_inputs(self._config, self._index)
             parts = [self._product(f"{name}.{part}", x) for part in names]
         qkv = np.concatenate(parts, axis=-1)
+        if self._index in self._config.sources:
+            handed_on[shared_name(self._index)] = qkv
         return {contract.RESIDUAL_OUT: residual, contract.QKV: qkv, **handed_on}
 
-    def _keys_and_values(
-        self, attention: Attention, x: Floats, handed_on: dict[str, Floats]
-    ) -> list[Floats]:
-        """Return the products for K and V, of the layer or of the one whose K and V it reads."""
-        if attention.kv_from is not None:
-            return [handed_on[f"{part} {attention.kv_from}"] for part in "kv"]
+    def _queries(self, attention: Attention, latent: Latent, x: Floats) -> Floats:
+        """Return queries of latents: what RoPE will turn of each head, and what scores latents."""
         name = f"layers.{self._index}"
-        k = self._product(f"{name}.k", x)
-        v = k if attention.k_as_v else self._product(f"{name}.v", x)
-        if any(each.kv_from == self._index for each in self._config.attentions.values()):
-            handed_on |= {f"k {self._index}": k, f"v {self._index}": v}
-        return [k, v]
+        if latent.query_rank is None:
+            q = self._product(f"{name}.q", x)
+        else:
+            row = self._product(f"{name}.q_down", x).astype(np.float64)
+            row = norm(row, self._tensor(f"{name}.q_down_norm"), None, latent.norm_eps)
+            q = self._product(f"{name}.q_up", row.astype(np.float32))
+        heads = q.reshape(len(q), attention.heads, -1)
+        turned, rest = np.split(heads, [attention.head_dim], axis=2)
+        queries = np.concatenate([turned, self._by_heads(f"{name}.key_up", rest)], axis=2)
+        return queries.reshape(len(q), -1)
+
+    def _by_heads(self, name: str, x: Floats) -> Floats:
+        """Multiply the rows `[n, H, K]` of each head by its part of a matrix `[H * N, K]`."""
+        matrices = self._tensor(name).reshape(x.shape[1], -1, x.shape[2])
+        return np.asarray(np.einsum("nhk,hjk->nhj", x, matrices), np.float32)
 
     def _altup(self, name: str) -> AltUpWeights:
         return altup_weights(lambda part: self._tensor(f"{name}.{part}"))
@@ -137,18 +132,26 @@ class ExpertSegment:
         self, name: str, inputs: Mapping[str, Floats]
     ) -> tuple[Floats, Doubles | None]:
         """Return the residual behind a layer and, if there are several, all streams."""
-        mixed, beside = inputs[contract.ATTENTION], self._config.layers[self._index - 1].beside
-        added = self._product(f"{name}.o", mixed[:, : len(self._tensor(f"{name}.o")[0])])
+        here, mixed = self._config.layers[self._index - 1], inputs[contract.ATTENTION]
+        beside = here.beside
+        own = mixed if beside is None else mixed[:, : -beside.size]
+        if here.attends and here.attention.latent is not None:
+            seen = own.reshape(len(own), here.attention.heads, -1)
+            own = self._by_heads(f"{name}.value_up", seen).reshape(len(own), -1)
+        added = self._product(f"{name}.o", own)
         if beside is not None:
             added = added + self._product(f"{name}.mamba_o", mixed[:, -beside.size :])
-        residual = inputs[contract.RESIDUAL] + self._normed(f"{name}.post_attention_norm", added)
-        if self._config.layers[self._index - 1].laurel is not None:
-            residual = self._with_laurel(name, residual, inputs[contract.RESIDUAL])
+        before = inputs[contract.RESIDUAL][:, : self._config.hidden_size]
+        residual = before + self._normed(f"{name}.post_attention_norm", added)
+        if here.laurel is not None:
+            residual = self._with_laurel(name, residual, before)
         after: Floats = residual + self._normed(f"{name}.post_mlp_norm", self._mlps(name, residual))
         streams: Doubles | None = None
         if self._config.streams is not None:
             weights = self._altup(name)
-            predicted, made = (x.astype(np.float64) for x in (inputs[STREAMS], after))
+            rows = inputs[contract.RESIDUAL].astype(np.float64)
+            predicted = np.stack(np.split(rows, self._config.streams, axis=1))
+            made = after.astype(np.float64)
             streams = altup.correct(weights, predicted, made, self._config.norm_eps)
             after = (streams[0] * weights.scale).astype(np.float32)
         if self._config.layer_embedding is not None:
@@ -156,8 +159,7 @@ class ExpertSegment:
             after = after + embedded
             if streams is not None:
                 streams[1:] += embedded
-        scaled = self._config.layers[self._index - 1].scaled
-        return after * self._tensor(f"{name}.layer_scale") if scaled else after, streams
+        return after * self._tensor(f"{name}.layer_scale") if here.scaled else after, streams
 
     def _with_laurel(self, name: str, residual: Floats, before: Floats) -> Floats:
         """Return the residual behind attention with the product that stands beside it."""
@@ -166,12 +168,23 @@ class ExpertSegment:
         added = self._normed(f"{name}.laurel_norm", added)
         return (residual + x + added) * np.float32(0.5**0.5)
 
+    def _embeddings(self, first: Floats, all_rows: Floats) -> dict[str, Floats]:
+        """Return what the tokens' embeddings for all layers come to, by their names.
+
+        Args:
+            first: the residual before layer 0.
+        """
+        embedded = {}
+        for index, rows in enumerate(np.split(all_rows, self._config.layer_count, axis=1)):
+            context = self._product(f"layers.{index}.layer_context", first)
+            context = self._normed("layer_embedding_norm", context / np.sqrt(first.shape[1]))
+            value = (context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2)
+            embedded[contract.embedded_name(index)] = value.astype(np.float32)
+        return embedded
+
     def _embedded(self, name: str, x: Floats, inputs: Mapping[str, Floats]) -> Floats:
         """Return what the tokens' embeddings for a layer add behind its MLP."""
-        rows = np.split(inputs[EMBEDDINGS], self._config.layer_count, axis=1)[self._index - 1]
-        context = self._product(f"{name}.layer_context", inputs[FIRST])
-        context = self._normed("layer_embedding_norm", context / np.sqrt(x.shape[1]))
-        e = (context + np.sqrt(rows.shape[1]) * rows) / np.sqrt(2)
+        e = inputs[contract.embedded_name(self._index - 1)]
         gate = self._product(f"{name}.layer_gate", x).astype(np.float64)
         activation = self._config.layers[self._index - 1].mlp.activation
         inner = (activate(gate, activation) * e).astype(np.float32)
@@ -263,125 +276,6 @@ def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -
     return embeddings
 
 
-# A mixer with a state, of all rows of a text: from what its input projections give.
-Mix = Callable[[Floats], Floats]
-
-
-class WindowAttention:
-    """Attention within one text of up to `window` tokens; K and V are not rounded.
-
-    Every text goes through a segment before the next one is opened.
-
-    Args:
-        mixers: mixers of layers that do not attend.
-    """
-
-    def __init__(
-        self, attention: HostAttention, window: int, mixers: Mapping[int, Mix] | None = None
-    ) -> None:
-        self._attention, self._mixers = attention, mixers or {}
-        count = -(-window // BLOCK)
-        attentions = attention.config.attentions
-        self._sizes = {i: (each.kv_heads, each.head_dim) for i, each in attentions.items()}
-        self._views = {
-            (kv_heads, head_dim): KVView(
-                allocate(
-                    format="f32", blocks=count, layers=1, kv_heads=kv_heads, head_dim=head_dim
-                ),
-                range(count),
-            )
-            for kv_heads, head_dim in set(self._sizes.values())
-        }
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
-        """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
-        config = checkpoint.config
-        norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
-        mixers = {
-            index: _MIXERS[type(layer.state_mixer)](checkpoint, f"layers.{index}")
-            for index, layer in enumerate(config.layers)
-            if layer.state_mixer is not None
-        }
-        sinks = {
-            index: checkpoint.tensor(f"layers.{index}.sinks").float32()
-            for index, layer in enumerate(config.layers)
-            if layer.attends and layer.attention.sinks
-        }
-        attention = HostAttention(config, rope_tables(config, window), norms, sinks)
-        return cls(attention, window, mixers)
-
-    def __call__(self, layer: int, qkv: Floats) -> Floats:
-        """Compute a layer's attention `[n, H * D]` for the first n tokens of a text.
-
-        Args:
-            qkv: Q, K and V of those tokens, `[n, (H + 2 Hkv) * D]`, with their gates behind them
-                where there are some, and what the input projections of another mixer give, which
-                may stand alone.
-
-        Returns:
-            Rows for the output projections, of a mixer beside attention behind those of attention.
-        """
-        here = self._attention.config.layers[layer]
-        if not here.attends:
-            return self._mixers[layer](qkv)
-        view, beside = self._views[self._sizes[layer]], here.beside
-        if beside is None:
-            return self._attention(layer, view, 0, 0, qkv)
-        qkv, rows = np.split(qkv, [qkv.shape[1] - beside.inputs], axis=1)
-        return np.concatenate(
-            [self._attention(layer, view, 0, 0, qkv), self._mixers[layer](rows)], axis=1
-        )
-
-
-def _short_conv(checkpoint: Checkpoint, name: str) -> Mix:
-    filters = checkpoint.tensor(f"{name}.conv").float32().T
-    return lambda rows: short_conv.mix(rows.astype(np.float64), filters).astype(np.float32)
-
-
-def _mamba2(checkpoint: Checkpoint, name: str) -> Mix:
-    mixer = checkpoint.config.layers[int(name.rpartition(".")[2])].state_mixer
-    assert isinstance(mixer, Mamba2)
-    vectors = mamba2_vectors(mixer, lambda part: checkpoint.tensor(f"{name}.{part}").float32())
-
-    def mix(rows: Floats) -> Floats:
-        start = mamba2.State.zero(vectors)
-        return mamba2.mix(rows.astype(np.float64), vectors, start)[0].astype(np.float32)
-
-    return mix
-
-
-def _delta_net(checkpoint: Checkpoint, name: str) -> Mix:
-    net = checkpoint.config.layers[int(name.split(".")[1])].mixer
-    assert isinstance(net, DeltaNet)
-    conv, decay, dt_bias, norm = (
-        checkpoint.tensor(f"{name}.{part}").float32()
-        for part in ("conv", "decay", "dt_bias", "delta_norm")
-    )
-    rule = DeltaRule(
-        conv=conv.T,
-        decay=decay,
-        dt_bias=dt_bias,
-        norm=norm,
-        key_heads=net.key_heads,
-        tiled=net.tiled,
-    )
-    parts = np.cumsum([net.channels, net.size, net.value_heads])
-    epsilon = checkpoint.config.norm_eps
-
-    def mix(rows: Floats) -> Floats:
-        qkv, z, a, b = np.split(rows.astype(np.float64), parts, axis=1)
-        return delta_net.delta_net(rule, (qkv, z, a, b), epsilon)[0].astype(np.float32)
-
-    return mix
-
-
-_MIXERS: Mapping[type[Mixer], Callable[[Checkpoint, str], Mix]] = {
-    ShortConv: _short_conv,
-    Mamba2: _mamba2,
-    DeltaNet: _delta_net,
-}
-
 # A function from a segment's inputs to its outputs, both by name.
 FloatSegment = Callable[[Mapping[str, Floats]], dict[str, Floats]]
 
@@ -434,7 +328,7 @@ def float_hidden(
     del table
     if checkpoint.config.layer_embedding is not None:
         for values, rows in zip(inputs, layer_embeddings(checkpoint, windows), strict=True):
-            values[EMBEDDINGS] = rows
+            values[contract.LAYER_ROWS] = rows
     attention = WindowAttention.of(checkpoint, max(map(len, windows)))
     with closing(float_segments(checkpoint, threads=threads)) as segments:
         for index, run in enumerate(segments):
@@ -462,7 +356,7 @@ def next_inputs(
         return outputs
     own = (contract.QKV, contract.RESIDUAL_OUT)
     return {
-        contract.ATTENTION: attention(index, outputs[contract.QKV]),
+        contract.ATTENTION: attention(index, outputs[contract.QKV], outputs),
         contract.RESIDUAL: outputs[contract.RESIDUAL_OUT],
         **{name: rows for name, rows in outputs.items() if name not in own},
     }

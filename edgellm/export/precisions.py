@@ -33,9 +33,17 @@ import numpy as np
 from edgellm.errors import OptionError
 from edgellm.export.rotated import Observer, StaticSegments, dynamic_segments
 from edgellm.export.weight_reader import WeightReader, as_int4_affine
+from edgellm.graphs.altup import AltUp, Streams
 from edgellm.graphs.builder import Array, Norm, WeightFile
-from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.checkpoint import qkv_bias
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.latent_linear import (
+    LatentQueries,
+    LatentValues,
+    LowRankLinear,
+    head_matrices,
+)
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.linear import (
     BiasedLinear,
     ConcatLinear,
@@ -44,8 +52,16 @@ from edgellm.graphs.linear import (
     HalfInt4Linear,
     HalfLinear,
     Linear,
+    SplitLinear,
 )
-from edgellm.graphs.segment import Experts, Mlp, Segment
+from edgellm.graphs.segment import (
+    Experts,
+    Laurel,
+    LayerContexts,
+    LayerInput,
+    Mlp,
+    Segment,
+)
 from edgellm.graphs.tensors import mixer_inputs, model_tensors
 from edgellm.kernels.quantized import concatenate
 from edgellm.quantize.error import relative_error
@@ -130,11 +146,14 @@ def _group_linear(
     )
 
 
-def _plain(store: Callable[..., Linear]) -> Authors:
+def _plain(
+    store: Callable[..., Linear], heads: type[np.float32] | type[np.float16] = np.float32
+) -> Authors:
     """Return an author of segments whose weights are not rotated.
 
     Args:
         store: function that stores a linear layer of one tensor, or of several stacked by rows.
+        heads: type of the matrices that each head has around latents.
     """
 
     def segments(
@@ -142,32 +161,34 @@ def _plain(store: Callable[..., Linear]) -> Authors:
         file: WeightFile,
         observer: Observer | None = None,
     ) -> Iterator[Segment]:
-        checkpoint, linear = reader.checkpoint, partial(store, reader, file)
-        for index in range(checkpoint.config.layer_count + 1):
-            yield _plain_segment(index, checkpoint, file, linear)
+        parts = _Parts(reader, file, partial(store, reader, file), heads)
+        for index in range(reader.checkpoint.config.layer_count + 1):
+            yield _plain_segment(index, reader.checkpoint.config, parts)
 
     return segments
 
 
-def _plain_segment(
-    index: int, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
-) -> Segment:
+def _plain_segment(index: int, config: ModelConfig, parts: _Parts) -> Segment:
     """Make a segment: the layer before from its o_proj on, and Q, K and V of layer `index`.
 
     Parts that the model lacks are None.
     """
-    parts = _Parts(checkpoint, file, linear)
-    last = index == checkpoint.config.layer_count
+    last = index == config.layer_count
     here, before = f"layers.{index}", f"layers.{index - 1}"
-    experts = index > 0 and checkpoint.config.layers[index - 1].experts is not None
+    experts = index > 0 and config.layers[index - 1].experts is not None
     return Segment(
         index,
         norm=parts.norm("final_norm" if last else f"{here}.attention_norm"),
-        output=parts.linear(f"{before}.o") if index else None,
+        output=parts.output(index - 1) if index else None,
         output_norm=parts.norm(f"{before}.post_attention_norm"),
         mlp=parts.mlp(index - 1) if index and not experts else None,
         experts=parts.experts(index - 1) if experts else None,
         qkv=None if last else parts.qkv(index),
+        contexts=parts.contexts() if index == 0 else None,
+        layer_input=parts.layer_input(index - 1) if index else None,
+        scale=parts.vector(f"{before}.layer_scale"),
+        laurel=parts.laurel(before),
+        streams=parts.streams(index),
     )
 
 
@@ -178,22 +199,29 @@ class _Parts:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, file: WeightFile, linear: Callable[..., Linear]
+        self,
+        reader: WeightReader,
+        file: WeightFile,
+        linear: Callable[..., Linear],
+        heads: type[np.float32] | type[np.float16],
     ) -> None:
-        self._checkpoint = checkpoint
-        self._specs = model_tensors(checkpoint.config)
+        self._checkpoint = reader.checkpoint
+        self._config = reader.checkpoint.config
+        self._report = reader.report
+        self._specs = model_tensors(reader.checkpoint.config)
         self._file = file
         self._linear = linear
+        self._heads = heads
 
     def norm(self, name: str) -> Norm | None:
-        weight = self._vector(name)
-        return None if weight is None else Norm(weight, self._vector(f"{name}_bias"))
+        weight = self.vector(name)
+        return None if weight is None else Norm(weight, self.vector(f"{name}_bias"))
 
     def linear(self, name: str) -> Linear:
-        return self._biased(self._linear(name, name), self._vector(f"{name}_bias"))
+        return self._biased(self._linear(name, name), self.vector(f"{name}_bias"))
 
     def mlp(self, layer: int) -> Mlp:
-        mlp, name = self._checkpoint.config.layers[layer].mlp, f"layers.{layer}"
+        mlp, name = self._config.layers[layer].mlp, f"layers.{layer}"
         return Mlp(
             gate=self.linear(f"{name}.gate") if mlp.gated else None,
             up=self.linear(f"{name}.up"),
@@ -201,23 +229,131 @@ class _Parts:
             norm=self.norm(f"{name}.mlp_norm"),
             post_norm=self.norm(f"{name}.post_mlp_norm"),
             activation=mlp.activation,
+            cutoff=mlp.cutoff,
         )
 
     def experts(self, layer: int) -> Experts:
-        name = f"layers.{layer}"
+        """Store the norms around a layer's experts; an MLP beside them has norms on the host."""
+        name, shared = f"layers.{layer}", self._config.layers[layer].shared
+        beside = shared is not None and shared.beside
         return Experts(
-            norm=self.norm(f"{name}.mlp_norm"), post_norm=self.norm(f"{name}.post_mlp_norm")
+            norm=None if beside else self.norm(f"{name}.mlp_norm"),
+            post_norm=self.norm(f"{name}.post_mlp_norm"),
         )
+
+    def contexts(self) -> LayerContexts | None:
+        """Store what tokens' embeddings for layers are made of, besides themselves."""
+        config, norm = self._config, self.norm("layer_embedding_norm")
+        if config.layer_embedding is None or norm is None:
+            return None
+        names = (f"layers.{i}.layer_context" for i in range(config.layer_count))
+        return LayerContexts(
+            linear=self._linear("layer_context", *names),
+            norm=norm,
+            layers=config.layer_count,
+            width=config.layer_embedding,
+            hidden=config.hidden_size,
+        )
+
+    def layer_input(self, layer: int) -> LayerInput | None:
+        """Store what a layer makes of tokens' embeddings for it."""
+        name = f"layers.{layer}"
+        norm = self.norm(f"{name}.post_layer_norm")
+        if norm is None:
+            return None
+        return LayerInput(
+            gate=self.linear(f"{name}.layer_gate"),
+            output=self.linear(f"{name}.layer_output"),
+            norm=norm,
+            activation=self._config.layers[layer].mlp.activation,
+        )
+
+    def laurel(self, name: str) -> Laurel | None:
+        """Store what stands beside the attention of a layer, by the layer's name."""
+        norm, before = self.norm(f"{name}.laurel_norm"), self.norm(f"{name}.attention_norm")
+        if norm is None or before is None:
+            return None
+        left, right = (self.linear(f"{name}.laurel_{x}") for x in ("left", "right"))
+        return Laurel(before=before, left=left, right=right, norm=norm)
+
+    def streams(self, index: int) -> Streams | None:
+        """Store what a segment does with several residual streams."""
+        config = self._config
+        if config.streams is None:
+            return None
+        last = index == config.layer_count
+        return Streams(
+            count=config.streams,
+            width=config.hidden_size,
+            behind=self._altup(index - 1) if index else None,
+            before=None if last else self._altup(index),
+            enter=None if index else self.linear("streams_enter"),
+            leave=self._of_heads("streams_leave", config.streams - 1) if last else None,
+        )
+
+    def _altup(self, layer: int) -> AltUp:
+        name = f"layers.{layer}.altup_"
+        norm = self.norm(f"{name}router_norm")
+        assert norm is not None
+        matrices = {
+            part: self._file.add(name + part, self._checkpoint.tensor(name + part).float32().T)
+            for part in ("router", "predict", "correct")
+        }
+        scale = self.vector(f"{name}scale")
+        assert scale is not None
+        return AltUp(norm=norm, **matrices, scale=scale)
 
     def qkv(self, layer: int) -> Linear:
         name, bias = f"layers.{layer}", qkv_bias(self._checkpoint, layer)
-        parts = mixer_inputs(self._checkpoint.config, layer)
+        parts = mixer_inputs(self._config, layer)
+        latent = self._latent(layer)
+        if latent is not None:
+            keys = self._linear(f"{name}.kv", *(f"{name}.{part}" for part in parts[1:]))
+            return ConcatLinear((self._queries(name, latent), keys))
         layers = self._linear(f"{name}.qkv", *(f"{name}.{part}" for part in parts))
         return self._biased(
             layers, None if bias is None else self._file.add(f"{name}.qkv_bias", bias)
         )
 
-    def _vector(self, name: str) -> Array | None:
+    def output(self, layer: int) -> Linear:
+        """Store the output projections of a layer's mixers."""
+        name, here, latent = f"layers.{layer}", self._config.layers[layer], self._latent(layer)
+        own = self.linear(f"{name}.o")
+        if latent is not None:
+            return LatentValues(own, self._of_heads(f"{name}.value_up", latent.heads))
+        if here.beside is None:
+            return own
+        beside = self.linear(f"{name}.mamba_o")
+        return SplitLinear(((own, here.mixer.size), (beside, here.beside.size)))
+
+    def _latent(self, layer: int) -> Attention | None:
+        """Return the attention of a layer that has latents."""
+        mixer = self._config.layers[layer].mixer
+        return mixer if isinstance(mixer, Attention) and mixer.latent is not None else None
+
+    def _queries(self, name: str, attention: Attention) -> Linear:
+        """Store what makes the queries of a layer with latents."""
+        norm, latent = self.norm(f"{name}.q_down_norm"), attention.latent
+        assert latent is not None
+        if norm is None:
+            q = self.linear(f"{name}.q")
+        else:
+            down, up = self.linear(f"{name}.q_down"), self.linear(f"{name}.q_up")
+            q = LowRankLinear(down, norm, up, latent.norm_eps)
+        keys = self._of_heads(f"{name}.key_up", attention.heads)
+        return LatentQueries(q, keys, attention.head_dim)
+
+    def _of_heads(self, name: str, heads: int) -> Array:
+        """Store the matrices of all heads in a floating type."""
+        tensor = self._checkpoint.tensor(name)
+        exact = tensor.float32()
+        stored = exact.astype(self._heads)
+        half = self._heads is np.float16
+        error = relative_error(exact, stored.astype(np.float32)) if half else None
+        self._report.took(name, tensor.storage, "f16" if half else "f32", error)
+        return self._file.add(name, head_matrices(stored, heads))
+
+    def vector(self, name: str) -> Array | None:
         if name not in self._specs:
             return None
         return self._file.add(name, self._checkpoint.tensor(name).float32())
@@ -239,14 +375,14 @@ PRECISIONS = {
         "float16 weights and inputs of linear layers, float32 between them",
         "int8",
         False,
-        _plain(partial(_float_linear, HalfLinear)),
+        _plain(partial(_float_linear, HalfLinear), np.float16),
         basic_norms=True,
     ),
     "w4a16": Precision(
         "int4 group-32 affine weights, float16 inputs of linear layers",
         "int8",
         False,
-        _plain(_half_int4_linear),
+        _plain(_half_int4_linear, np.float16),
         basic_norms=True,
     ),
     "w8a8": Precision(
@@ -293,8 +429,8 @@ DEFAULT_PRECISIONS = (PACKED, "w8a8", "int4")
 def default_precisions(config: ModelConfig) -> list[str]:
     """Return the precisions of an export that names none.
 
-    A model whose residual cannot be rotated has float32 chunks; one with experts or states
-    has none.
+    A model whose residual cannot be rotated has float32 chunks; one with parts that the C++ kernels
+    compute beside graphs has none.
     """
     if needs_host(config):
         return [PACKED]

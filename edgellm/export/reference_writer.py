@@ -18,7 +18,8 @@ from edgellm.backends.providers import CPU, open_session
 from edgellm.backends.segments import read_shadows
 from edgellm.errors import ExportError
 from edgellm.export.calibrate import default_text
-from edgellm.export.float_segments import WindowAttention, float_segments, next_inputs
+from edgellm.export.float_segments import float_segments, layer_embeddings, next_inputs
+from edgellm.export.window_attention import WindowAttention, shared_name
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import Checkpoint
@@ -73,7 +74,7 @@ def store_reference(
     with WeightFile(root / FOLDER) as file:
         file.add("tokens", ids)
         file.add("embedded", table[ids])
-        hidden = _store_segments(checkpoint, table[ids], file, root, on_segment=on_segment)
+        hidden = _store_segments(checkpoint, tokens, table[ids], file, root, on_segment=on_segment)
         file.add("hidden", hidden)
         head = table if checkpoint.config.tied_embedding else checkpoint.tensor("head").float32()
         logits = softcapped(hidden[-1:] @ head.T, checkpoint.config.logit_softcap)
@@ -83,6 +84,7 @@ def store_reference(
 
 def _store_segments(
     checkpoint: Checkpoint,
+    tokens: Sequence[int],
     embedded: Floats,
     file: WeightFile,
     root: Path,
@@ -99,7 +101,7 @@ def _store_segments(
         The hidden states `[n, E]` after the final norm.
     """
     attention = WindowAttention.of(checkpoint, len(embedded))
-    inputs = {contract.X: embedded}
+    inputs = _first_inputs(checkpoint, tokens, embedded)
 
     def keep(index: int, name: str, rows: Floats) -> None:
         file.add(array_name(index, name), rows[: HOST_TOKENS + ROWS])
@@ -108,12 +110,23 @@ def _store_segments(
         for index, run in enumerate(segments):
             outputs = run(inputs)
             _check_finite("f32", index, outputs.values())
-            for name, rows in (*inputs.items(), *outputs.items()):
-                if name != contract.RESIDUAL:
-                    keep(index, name, rows)
+            for name in contract.part_outputs(checkpoint.config, Part(index)):
+                keep(index, name, outputs[name])
+            for name in inputs if index == 0 else (contract.ATTENTION,):
+                keep(index, name, inputs[name])
             inputs = next_inputs(index, outputs, attention)
             on_segment(index)
     return outputs[contract.HIDDEN]
+
+
+def _first_inputs(
+    checkpoint: Checkpoint, tokens: Sequence[int], embedded: Floats
+) -> dict[str, Floats]:
+    """Return what the first segment reads of a text."""
+    if checkpoint.config.layer_embedding is None:
+        return {contract.X: embedded}
+    (rows,) = layer_embeddings(checkpoint, [tokens])
+    return {contract.X: embedded, contract.LAYER_ROWS: rows}
 
 
 def measure_errors(
@@ -138,21 +151,24 @@ def measure_errors(
     host, shadows = entry.host_tokens, read_shadows(root, entry)
     rotation = read_rotation(root, entry)
     attention = WindowAttention.of(checkpoint, len(reference.tokens))
-    inputs = {contract.X: reference.embedded[host:]}
-    errors = {}
+    config = checkpoint.config
+    inputs = _first_inputs(checkpoint, reference.tokens[host:], reference.embedded[host:])
+    errors, known = {}, dict[str, Floats]()
     for index, rows in enumerate(reference.segments):
         run = _opened(root / precision, index, shadows.get(index))
         errors[error_name(index)] = segment_error(rows, run, rotation)
-        outputs = run(inputs)
-        _check_finite(precision, index, outputs)
-        if index < checkpoint.config.layer_count:
-            qkv = np.concatenate([reference.host_qkv[index][:host], outputs[1]])
-            inputs = {
-                contract.ATTENTION: attention(index, qkv)[host:],
-                contract.RESIDUAL: outputs[0],
-            }
+        given = dict(zip(contract.part_outputs(config, Part(index)), run(inputs), strict=True))
+        _check_finite(precision, index, given.values())
+        if index < config.layer_count:
+            qkv = np.concatenate([reference.host_qkv[index][:host], given[contract.QKV]])
+            if index in config.sources:
+                known[shared_name(index)] = qkv
+            known |= given
+            known[contract.ATTENTION] = attention(index, qkv, known)[host:]
+            known[contract.RESIDUAL] = given[contract.RESIDUAL_OUT]
+            inputs = {x: known[x] for x in contract.part_inputs(config, Part(index + 1))}
         on_segment(index)
-    errors[PROMPT] = worst_row_error(reference.hidden[host:], outputs[0])
+    errors[PROMPT] = worst_row_error(reference.hidden[host:], given[contract.HIDDEN])
     return {name: round(error, 4) for name, error in errors.items()}
 
 

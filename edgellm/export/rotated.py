@@ -18,6 +18,13 @@ from numpy.typing import NDArray
 from edgellm.export.weight_reader import ImportReport, WeightReader
 from edgellm.graphs.builder import Array, Norm, WeightFile
 from edgellm.graphs.checkpoint import Checkpoint, qkv_bias
+from edgellm.graphs.latent_linear import (
+    LatentQueries,
+    LatentValues,
+    LowRankLinear,
+    head_matrices,
+)
+from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.linear import (
     BiasedLinear,
     BlockRotatedLinear,
@@ -27,6 +34,7 @@ from edgellm.graphs.linear import (
     Int8PairLinear,
     Linear,
     ObservedLinear,
+    SplitLinear,
     StaticLinear,
     input_name,
 )
@@ -209,6 +217,8 @@ class _RotatedLayers:
         if index:
             before, layer = f"layers.{index - 1}", config.layers[index - 1]
             weights[f"{before}.o"] = self._writes(f"{before}.o", layer.mixer.size)
+            if layer.beside is not None:
+                weights[f"{before}.mamba_o"] = self._writes(f"{before}.mamba_o", layer.beside.size)
             if layer.experts is None:
                 for name in (f"{before}.gate", f"{before}.up"):
                     if name in self._specs:
@@ -217,12 +227,21 @@ class _RotatedLayers:
         if index < config.layer_count:
             here = f"layers.{index}"
             norm = f"{here}.attention_norm"
-            parts = mixer_inputs(config, index)
-            if config.layers[index].attends:
-                weights[f"{here}.qk"] = self._reads(norm, f"{here}.q", f"{here}.k")
-                parts = parts[2:]
-            weights |= {f"{here}.{part}": self._reads(norm, f"{here}.{part}") for part in parts}
+            for part in self._inputs(index):
+                stacked = ("q", "k") if part == "qk" else (part,)
+                names = [f"{here}.{each}" for each in stacked]
+                weights[f"{here}.{part}"] = self._reads(norm, *names)
+            if f"{here}.q_up" in self._specs:
+                up = self._floats(f"{here}.q_up")
+                weights[f"{here}.q_up"] = rotate_input_blocks(up, *self._blocks(up.shape[1]))
         return weights
+
+    def _inputs(self, layer: int) -> list[str]:
+        """Return the names of a layer's input projections, Q and K as one where both read rows."""
+        parts, mixer = mixer_inputs(self._config, layer), self._config.layers[layer].mixer
+        if isinstance(mixer, Attention) and mixer.latent is None:
+            return ["qk", *parts[2:]]
+        return parts
 
     def storage(self, name: str) -> str:
         """Return a weight's type in the checkpoint; Q and K, stored as one, may have two types."""
@@ -247,17 +266,44 @@ class _RotatedLayers:
         )
 
     def _output(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
-        name = f"layers.{layer}.o"
+        here, name = self._config.layers[layer], f"layers.{layer}"
+        own = self._rotated(f"{name}.o", weights, store)
+        if here.attends and here.attention.latent is not None:
+            values = self._of_heads(f"{name}.value_up", here.attention.heads, store)
+            return LatentValues(own, values)
+        if here.beside is None:
+            return own
+        beside = self._rotated(f"{name}.mamba_o", weights, store)
+        return SplitLinear(((own, here.mixer.size), (beside, here.beside.size)))
+
+    def _queries(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
+        """Store what makes the queries of a layer with latents."""
+        name, attention = f"layers.{layer}", self._config.layers[layer].attention
+        assert attention.latent is not None
+        if f"{name}.q_up" in weights:
+            norm = Norm(store.array(f"{name}.q_down_norm", self._floats(f"{name}.q_down_norm")))
+            down = store.linear(f"{name}.q_down", weights[f"{name}.q_down"])
+            up = self._rotated(f"{name}.q_up", weights, store)
+            q: Linear = LowRankLinear(down, norm, up, attention.latent.norm_eps)
+        else:
+            q = store.linear(f"{name}.q", weights[f"{name}.q"])
+        keys = self._of_heads(f"{name}.key_up", attention.heads, store)
+        return LatentQueries(q, keys, attention.head_dim)
+
+    def _of_heads(self, name: str, heads: int, store: _Store) -> Array:
+        return store.array(name, head_matrices(self._floats(name), heads))
+
+    def _rotated(self, name: str, weights: Mapping[str, Floats], store: _Store) -> Linear:
+        """Store a layer whose inputs have Hadamard blocks, with its bias, if any."""
         linear = self._biased(name, weights, store)
         return self._block_rotated(linear, store, weights[name].shape[1])
 
     def _mlp(self, layer: int, weights: Mapping[str, Floats], store: _Store, ones: Norm) -> Mlp:
-        gate, name = f"layers.{layer}.gate", f"layers.{layer}.down"
-        down = self._biased(name, weights, store)
+        gate = f"layers.{layer}.gate"
         return Mlp(
             gate=self._biased(gate, weights, store) if gate in weights else None,
             up=self._biased(f"layers.{layer}.up", weights, store),
-            down=self._block_rotated(down, store, weights[name].shape[1]),
+            down=self._rotated(f"layers.{layer}.down", weights, store),
             norm=ones,
             activation=self._config.layers[layer].mlp.activation,
         )
@@ -281,16 +327,15 @@ class _RotatedLayers:
         return BiasedLinear(layer, store.array(bias, values @ self._rotation if writes else values))
 
     def _qkv(self, layer: int, weights: Mapping[str, Floats], store: _Store) -> Linear:
-        parts = mixer_inputs(self._config, layer)
-        if self._config.layers[layer].attends:
-            parts = ["qk", *parts[2:]]
-        names = [f"layers.{layer}.{part}" for part in parts]
-        joined = ConcatLinear(
-            tuple(
-                (store.value if part in _FINE else store.linear)(name, weights[name])
-                for part, name in zip(parts, names, strict=True)
-            )
-        )
+        products: list[Linear] = []
+        for part in self._inputs(layer):
+            name = f"layers.{layer}.{part}"
+            if part in ("q", "q_down"):
+                products.append(self._queries(layer, weights, store))
+            else:
+                kind = store.value if part in _FINE else store.linear
+                products.append(kind(name, weights[name]))
+        joined = ConcatLinear(tuple(products))
         bias = qkv_bias(self._checkpoint, layer)
         if bias is None:
             return joined

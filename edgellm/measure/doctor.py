@@ -18,11 +18,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Span
+from edgellm.backends.batch import Span, StepBackend, StepModel
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check, check_prompts, check_segments
-from edgellm.backends.step_backend import StepBackend, StepModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.engine import Engine
 from edgellm.errors import UnsupportedModelError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from edgellm.results import FinishReason, Piece, Stats
 
 # OpenAI's finish reason for each of edgellm's: by itself, or by a limit.
-FINISH = {
+FINISH: Mapping[FinishReason, str] = {
     "stop": "stop",
     "tool_calls": "tool_calls",
     "length": "length",
@@ -18,10 +18,6 @@ FINISH = {
     "repetition": "length",
     "cancelled": "stop",
 }
-
-
-def finish_reason(reason: FinishReason) -> str:
-    return FINISH[reason]
 
 
 def reasoning_tokens(pieces: Iterable[Piece]) -> int:

@@ -256,11 +256,12 @@ def _reference_needs(config: ModelConfig, tokens: int) -> dict[str, _Need]:
 
 
 def _segment_rows(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """Yield names and widths of segment inputs and outputs; each residual is stored once."""
+    """Yield names and widths of segment inputs and outputs; what another gives is stored once."""
     for part in contract.parts(config):
         rows = contract.part_inputs(config, part) | contract.part_outputs(config, part)
+        given = (contract.RESIDUAL, contract.embedded_name(part.index - 1))
         for name, width in rows.items():
-            if name != contract.RESIDUAL:
+            if name not in given:
                 yield array_name(part.index, name), width
 
 

@@ -26,8 +26,8 @@ STATIC = ("w8a16-qdq", "w8a8-qdq")
 _BESIDE_HOST = ("f32", "f16", "w4a16", "w8a8")
 # Graphs without C++ kernels beside them, and back ends that decode in graphs.
 _ALONE = (*STATIC, "int4", "portable", "reference", "chunked")
-_GPU = ("triton", "cuda")
-_NO_TRITON = (*_BESIDE_HOST, *_ALONE, "cuda")
+_WITHOUT_HOST = (*_ALONE, "cuda")
+_NO_TRITON = (*_BESIDE_HOST, *_WITHOUT_HOST)
 _ALL = (*_NO_TRITON, "triton")
 # Precision names, or a function that returns the names suiting a model's config.
 Precisions = Iterable[str] | Callable[[ModelConfig], Iterable[str]]
@@ -59,28 +59,46 @@ def _attention(there: Callable[[Attention], bool]) -> Callable[[ModelConfig], bo
 
 
 PARTS = (
-    Part("experts", _layer(lambda x: x.experts is not None), (*_ALONE, "cuda")),
-    Part("an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _ALL),
+    Part("experts", _layer(lambda x: x.experts is not None), _WITHOUT_HOST),
+    Part(
+        "an MLP beside experts", _layer(lambda x: bool(x.shared and x.shared.beside)), _WITHOUT_HOST
+    ),
     Part(
         "a clamped SwiGLU without experts",
         _layer(lambda x: x.mlp.activation == "clamped_swiglu" and x.experts is None),
         _NO_TRITON,
     ),
-    Part("layers with states", lambda config: config.has_states, (*_ALONE, "cuda")),
-    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _NO_TRITON),
-    Part("attention sinks", _attention(lambda x: x.sinks), (*_ALONE, "cuda")),
-    Part("gates of attention", _attention(lambda x: x.output_gate), (*_ALONE, "cuda")),
-    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _ALL),
-    Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), _NO_TRITON),
+    Part("layers with states", lambda config: config.has_states, _WITHOUT_HOST),
+    Part("a mixer beside attention", _layer(lambda x: x.beside is not None), _WITHOUT_HOST),
+    Part("attention sinks", _attention(lambda x: x.sinks), _WITHOUT_HOST),
+    Part("gates of attention", _attention(lambda x: x.output_gate), _WITHOUT_HOST),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), _WITHOUT_HOST),
+    Part(
+        "attention over latents (MLA)",
+        _attention(lambda x: x.latent is not None),
+        _WITHOUT_HOST,
+    ),
     Part("K and V of another model", lambda config: config.backbone is not None, _ALL),
-    Part("norms of V", _attention(lambda x: x.v_norm), _ALL),
-    Part("V made of K", _attention(lambda x: x.k_as_v), _ALL),
-    Part("scaled layers", _layer(lambda x: x.scaled), _ALL),
-    Part("several residual streams (AltUp)", lambda config: config.streams is not None, _ALL),
-    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), _ALL),
-    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _ALL),
-    Part("embeddings for each layer", lambda config: config.layer_embedding is not None, _ALL),
-    Part("layers that differ in heads or their width", lambda x: not x.has_equal_heads, _GPU),
+    Part("norms of V", _attention(lambda x: x.v_norm), _WITHOUT_HOST),
+    Part("V made of K", _attention(lambda x: x.k_as_v), _WITHOUT_HOST),
+    Part("scaled layers", _layer(lambda x: x.scaled), _WITHOUT_HOST),
+    Part(
+        "several residual streams (AltUp)",
+        lambda config: config.streams is not None,
+        _WITHOUT_HOST,
+    ),
+    Part(
+        "products beside attention (LAuReL)",
+        _layer(lambda x: x.laurel is not None),
+        _WITHOUT_HOST,
+    ),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), _WITHOUT_HOST),
+    Part(
+        "embeddings for each layer",
+        lambda config: config.layer_embedding is not None,
+        _WITHOUT_HOST,
+    ),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("cuda",)),
     Part(
         "norms of what attention and MLP add to the residual",
         _layer(lambda x: x.norms_outputs),
@@ -100,6 +118,15 @@ UNTRIED = (
     Part("gates of attention", _attention(lambda x: x.output_gate), ("triton",)),
     Part("attention sinks", _attention(lambda x: x.sinks), ("triton",)),
     Part("attention over latents (MLA)", _attention(lambda x: x.latent is not None), ("triton",)),
+    Part("layers that share K and V", _attention(lambda x: x.kv_from is not None), ("triton",)),
+    Part("norms of V", _attention(lambda x: x.v_norm), ("triton",)),
+    Part("V made of K", _attention(lambda x: x.k_as_v), ("triton",)),
+    Part("scaled layers", _layer(lambda x: x.scaled), ("triton",)),
+    Part("embeddings for each layer", lambda x: x.layer_embedding is not None, ("triton",)),
+    Part("several residual streams (AltUp)", lambda x: x.streams is not None, ("triton",)),
+    Part("products beside attention (LAuReL)", _layer(lambda x: x.laurel is not None), ("triton",)),
+    Part("gates above a cutoff", _layer(lambda x: x.mlp.cutoff is not None), ("triton",)),
+    Part("layers that differ in heads or width", lambda x: not x.has_equal_heads, ("triton",)),
     Part("experts with biases", _layer(lambda x: bool(x.experts and x.mlp.bias)), ("triton",)),
     Part("shared experts", _layer(lambda x: x.shared is not None), ("triton",)),
     Part(

@@ -70,7 +70,11 @@ def open_reference(root: Path, config: ModelConfig, arrays: Mapping[str, StoredA
     segments = []
     for index in range(config.layer_count + 1):
         part = contract.Part(index)
-        sources = {contract.RESIDUAL: array_name(index - 1, contract.RESIDUAL_OUT)}
+        embedded = contract.embedded_name(index - 1)
+        sources = {
+            contract.RESIDUAL: array_name(index - 1, contract.RESIDUAL_OUT),
+            embedded: array_name(0, embedded),
+        }
         inputs, outputs = (
             {name: stored[sources.get(name, array_name(index, name))][rest] for name in names}
             for names in (contract.part_inputs(config, part), contract.part_outputs(config, part))

@@ -34,8 +34,7 @@ from edgellm.graphs.layer_config import (
     SharedExpert,
 )
 from edgellm.graphs.layer_kinds import FULL, SLIDING, layer_types, sliding_of_gguf
-from edgellm.graphs.stack import cut_rows
-from edgellm.graphs.tensor import Tensor, rows_of_tensor
+from edgellm.graphs.tensor import Tensor, cut_rows, rows_of_tensor
 from edgellm.graphs.translation import with_values
 from edgellm.kernels.experts import Routing
 

@@ -15,8 +15,7 @@ from edgellm.graphs.experts import (
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import SharedExpert
 from edgellm.graphs.models import llama, qwen2
-from edgellm.graphs.stack import as_vector
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, as_vector
 
 _SHARED = "model.layers.{}.mlp.shared_expert"
 

@@ -8,8 +8,7 @@ from edgellm.graphs.experts import experts_from_gguf, routing_from_hf, with_expe
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import SharedExpert
 from edgellm.graphs.models import qwen2_moe, qwen3_5_text
-from edgellm.graphs.stack import as_vector
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, as_vector
 
 _DEFAULTS = {
     "num_experts": 256,

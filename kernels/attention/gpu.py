@@ -11,6 +11,7 @@ the largest of their tile, so that no product overflows.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,10 @@ from edgellm.kernels.quantized import GROUP
 
 @dataclass(frozen=True)
 class Partials:
-    """Buffers for partial results of splits: sums `[rows, D]`, largest scores and weights `[rows]`.
+    """Buffers for partial results of splits: sums, largest scores and weights.
 
-    A row belongs to a token, one of its splits, and a head.
+    Calls have rows of them, side by side: one of a token, one of its splits, and a head. A row has
+    the width of a value in `sums`.
     """
 
     sums: torch.Tensor
@@ -49,15 +51,24 @@ class Partials:
 
     @classmethod
     def empty(
-        cls, *, tokens: int, heads: int, kv_heads: int, head_dim: int, device: str
+        cls, *, tokens: int, kinds: Collection[tuple[int, int, int]], device: str
     ) -> Partials:
-        """Allocate buffers for up to `tokens` tokens of any number of sequences."""
+        """Allocate buffers for up to `tokens` tokens of any number of sequences.
+
+        Args:
+            kinds: heads, KV heads and width of a value of each layer.
+        """
         # one split of each token, or SPLITS full tiles where keys are split
-        rows = heads * (tokens + -(-SPLITS * ROWS * kv_heads // heads))
+        rows = [
+            heads * (tokens + -(-SPLITS * ROWS * kv_heads // heads)) for heads, kv_heads, _ in kinds
+        ]
+        widths = [width for *_, width in kinds]
         return cls(
-            torch.empty((rows, head_dim), dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(
+                max(n * width for n, width in zip(rows, widths, strict=True)), device=device
+            ),
+            torch.empty(max(rows), device=device),
+            torch.empty(max(rows), device=device),
         )
 
 
@@ -387,7 +398,10 @@ def attend(
     host, width = blocks.host, blocks.host.value_dim
     tokens, heads, head_dim = q.shape[0], q.shape[1], blocks.host.head_dim
     key_row, row = (row_elements(blocks.format, each) for each in (head_dim, width))
-    wide = work.tile == ROWS or width > 256 or (blocks.format == "f32" and width > 64)
+    # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
+    large = width > (64 if blocks.format == "f32" else 256)
+    halves = host.latent > 0 or blocks.format not in ("int8", "int4")
+    wide = work.tile == ROWS or (large and halves)
     attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         blocks.k,

@@ -28,6 +28,8 @@ void edgellm_append(const edgellm::AppendCall* call) { entries().append(*call); 
 
 void edgellm_seal(const edgellm::SealCall* call) { entries().seal(*call); }
 
+void edgellm_append_latents(const edgellm::AppendLatentsCall* call) { entries().append_latents(*call); }
+
 void edgellm_attend(const edgellm::AttendCall* call) { entries().attend(*call); }
 
 void edgellm_linear(const edgellm::LinearCall* call) { entries().linear(*call); }

@@ -11,6 +11,7 @@ namespace edgellm {
 struct Entries {
     void (*append)(const AppendCall&);
     void (*seal)(const SealCall&);
+    void (*append_latents)(const AppendLatentsCall&);
     void (*attend)(const AttendCall&);
     void (*linear)(const LinearCall&);
     void (*mamba2)(const Mamba2Call&);

@@ -22,6 +22,6 @@
 
 #define EDGELLM_ENTRIES(isa)                                                                        \
     const edgellm::Entries edgellm::isa##_entries{                                                  \
-        isa::append,     isa::seal,          isa::attend, isa::linear,    isa::mamba2,              \
-        isa::short_conv, isa::bare_products, isa::step,   isa::delta_net, isa::workspace,           \
-        isa::experts,    isa::experts_workspace};
+        isa::append,     isa::seal,          isa::append_latents, isa::attend,    isa::linear,      \
+        isa::mamba2,     isa::short_conv,    isa::bare_products,  isa::step,      isa::delta_net,   \
+        isa::workspace,  isa::experts,       isa::experts_workspace};

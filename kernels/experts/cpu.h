@@ -115,6 +115,21 @@ public:
     // Where the row that the router reads is to be, in a layer whose router has a norm of its own.
     float* routed(int r) const { return routed_ + size_t(r) * hidden_; }
 
+    // The rows that experts beside an MLP and their router read, of a row of the residual.
+    void read_beside(const edgellm::Layer& layer, float epsilon, const float* x, int r) const {
+        scaled_norm(x, {layer.shared.experts_norm, nullptr}, hidden_, epsilon, normed(r));
+        scaled_norm(x, {layer.shared.router_norm, nullptr}, hidden_, epsilon, routed(r));
+    }
+
+    // What they and the MLP give together, which the norm behind the layer's MLPs takes.
+    void sum_beside(const edgellm::Layer& layer, float epsilon, int r, float* y) const {
+        float* one = static_cast<float*>(edgellm::scratch(4 * size_t(hidden_)));
+        sum(layer, r, one, false);
+        scaled_norm(one, {layer.shared.experts_post_norm, nullptr}, hidden_, epsilon, y);
+        scaled_norm(shared_out(r), {layer.shared.post_norm, nullptr}, hidden_, epsilon, one);
+        add_to(y, one, hidden_);
+    }
+
     // What the shared expert gives for a row.
     const float* shared_out(int r) const { return shared_out_ + size_t(r) * hidden_; }
 

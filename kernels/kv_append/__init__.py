@@ -24,6 +24,7 @@ def append_rotated(
     rope_table: RopeTable,
     *,
     norms: HeadNorms | None = None,
+    queries_alone: bool = False,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """Normalize Q and K, apply RoPE, write K and V at positions `start ..`, and return Q.
@@ -34,6 +35,8 @@ def append_rotated(
         blocks, table: pool, and block ids of the sequence.
         qkv: `[C, H + 2 Hkv, D]` float32: all query heads, then K, then V.
         norms: norms of Q and K, if any.
+        queries_alone: whether the layer reads K and V of another one, so that `qkv` has its queries
+            `[C, H, D]` and nothing is written.
         threads: number of cores for the C++ kernel.
 
     Returns:
@@ -41,7 +44,25 @@ def append_rotated(
     """
     compiled = library_for(blocks)
     if compiled is None:
-        return portable.append_rotated(blocks, table, layer, start, qkv, rope_table, norms=norms)
+        return portable.append_rotated(
+            blocks,
+            table,
+            layer,
+            start,
+            qkv,
+            rope_table,
+            norms=norms,
+            queries_alone=queries_alone,
+        )
     return native.append_rotated(
-        compiled, blocks, table, layer, start, qkv, rope_table, norms=norms, threads=threads
+        compiled,
+        blocks,
+        table,
+        layer,
+        start,
+        qkv,
+        rope_table,
+        norms=norms,
+        queries_alone=queries_alone,
+        threads=threads,
     )

@@ -19,9 +19,10 @@ struct AppendCall {
     KV kv;
     Rope rope;
     HeadNorms norms;
-    const float* qkv;  // [tokens, heads + 2 kv_heads, head_dim]
+    const float* qkv;  // [tokens, heads + 2 kv_heads, head_dim]; of a layer that reads K and V of another, queries alone
     float* q;          // [tokens, heads, head_dim], the rotated queries
     int32_t layer, heads, tokens, start, threads;
+    int32_t queries_alone;
 };
 
 // A chunk smaller than two tasks is not worth waking a thread for.

@@ -122,10 +122,13 @@ inline void append(const edgellm::AppendCall& call) {
     edgellm::parallel(tasks, call.threads, [&](int task) {
         const int end = (task + 1) * edgellm::TOKENS_PER_TASK;
         for (int t = task * edgellm::TOKENS_PER_TASK; t < end && t < call.tokens; ++t) {
-            const size_t width = size_t(call.heads) + 2 * kv.kv_heads;
-            append_token(kv, call.rope, call.norms, call.layer, call.heads, call.start + t,
-                         call.qkv + t * width * kv.head_dim,
-                         call.q + size_t(t) * call.heads * kv.head_dim);
+            const size_t width = size_t(call.heads) + (call.queries_alone ? 0 : 2 * kv.kv_heads);
+            const float* qkv = call.qkv + t * width * kv.head_dim;
+            float* q = call.q + size_t(t) * call.heads * kv.head_dim;
+            if (call.queries_alone)
+                turn_queries(call.rope, call.norms, call.heads, kv.head_dim, call.start + t, qkv, q);
+            else
+                append_token(kv, call.rope, call.norms, call.layer, call.heads, call.start + t, qkv, q);
         }
     });
 }

@@ -31,20 +31,21 @@ class DeviceNorms:
         weights: weights for Q, then for K: `[2 D]` for each head, `[(H + Hkv) D]` for all together.
         order: "each": every head by itself before RoPE; "whole": all heads together before RoPE;
             "after_rope": every head by itself after RoPE.
+        values: whether each head of V is normalized as well, without a weight.
     """
 
     weights: torch.Tensor
     epsilon: float
     order: Literal["each", "whole", "after_rope"]
+    values: bool
 
     @classmethod
     def of(cls, norms: HeadNorms, head_dim: int, device: str) -> DeviceNorms:
-        if norms.values:
-            raise ValueError("norms of V, which Triton kernels do not compute")
         weights = on_device(np.concatenate([norms.q, norms.k]), device)
         if norms.after_rope:
-            return cls(weights, norms.epsilon, "after_rope")
-        return cls(weights, norms.epsilon, "whole" if norms.whole(head_dim) else "each")
+            return cls(weights, norms.epsilon, "after_rope", norms.values)
+        order: Literal["each", "whole"] = "whole" if norms.whole(head_dim) else "each"
+        return cls(weights, norms.epsilon, order, norms.values)
 
 
 @triton.jit
@@ -204,6 +205,7 @@ def append_kernel(
     place_ptr: tl.tensor,
     table_stride: tl.tensor,
     place_stride: tl.tensor,
+    row_heads: tl.tensor,
     heads: tl.tensor,
     kv_heads: tl.tensor,
     half: tl.tensor,
@@ -216,14 +218,21 @@ def append_kernel(
     HADAMARD: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    VALUES: tl.constexpr,
+    SHARED: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """Normalize and rotate one head of a token; store queries, or write K or V to its block.
 
-    The grid counts tokens, then heads of Q, K and V. WIDTH is HEAD_DIM rounded up to a power
-    of two. NORM is the order of `DeviceNorms`, or None.
+    The grid counts tokens, then heads of Q, K and V, or of Q alone. WIDTH is HEAD_DIM rounded up to
+    a power of two.
+
+    Args:
+        row_heads: number of heads in a row of `qkv`.
+        NORM, VALUES: order and values of `DeviceNorms`, or None and False.
+        SHARED: whether V is K, which a row has once.
     """
     allow_next(EARLY)
     wait_for_last(EARLY)
@@ -231,13 +240,16 @@ def append_kernel(
     place_ptr += token * place_stride
     position = tl.load(place_ptr)
     table_ptr += tl.load(place_ptr + 1) * table_stride
-    row_ptr = qkv_ptr + (token.to(tl.int64) * (heads + 2 * kv_heads) + head) * HEAD_DIM
     d = tl.arange(0, WIDTH)
     inside = d < HEAD_DIM
     cos_ptr += position.to(tl.int64) * half
     sin_ptr += position.to(tl.int64) * half
     is_value = head >= heads + kv_heads
     is_query = head < heads
+    source = head
+    if SHARED:
+        source = tl.where(is_value, head - kv_heads, head)
+    row_ptr = qkv_ptr + (token.to(tl.int64) * row_heads + source) * HEAD_DIM
     turning = tl.where(is_value, 0, half)
     normed = tl.where(is_value, 0, HEAD_DIM)
     factor = 1.0
@@ -246,14 +258,17 @@ def append_kernel(
         # the program of each head reads all heads, which lie in the processor's cache
         first_head = tl.where(is_query, 0, heads)
         size = tl.where(is_query, heads, kv_heads) * HEAD_DIM
-        all_ptr = row_ptr + (first_head - head) * HEAD_DIM
+        if VALUES:
+            first_head = tl.where(is_value, source, first_head)
+            size = tl.where(is_value, HEAD_DIM, size)
+        all_ptr = row_ptr + (first_head - source) * HEAD_DIM
         factor = inverse_rms(all_ptr, bias_ptr + first_head * HEAD_DIM, size, epsilon, BIAS, 1024)
     elif NORM is not None:
         norm_ptr += tl.where(is_query, 0, HEAD_DIM)
-    bias_ptr += head * HEAD_DIM
+    bias_ptr += source * HEAD_DIM
     if NORM == "each":
         factor = inverse_rms(row_ptr, bias_ptr, HEAD_DIM, epsilon, BIAS, WIDTH)
-    if NORM is not None:
+    if NORM is not None and not VALUES:
         factor = tl.where(is_value, 1.0, factor)
     x = rotated(
         row_ptr,
@@ -272,7 +287,7 @@ def append_kernel(
     if NORM == "after_rope":
         factor = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / HEAD_DIM + epsilon)
         factor *= tl.load(norm_ptr + d, mask=d < normed, other=1.0)
-        x *= tl.where(is_value, 1.0, factor)
+        x *= factor if VALUES else tl.where(is_value, 1.0, factor)
     if OFFSET:
         shifted = tl.where(is_value | (head < heads), 0, HEAD_DIM)
         offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
@@ -313,15 +328,17 @@ def append_rotated(
     Args:
         tables: block ids of each sequence `[S, blocks]` int64, read on the device like `rows`.
         rows: `[C, 2 or more]` int32: position of each token, and index of its block table.
-        qkv: `[C, H + 2 Hkv, D]` float32.
+        qkv: `[C, H + 2 Hkv, D]` float32; `[C, H + Hkv, D]` where V is K before its norm, and
+            `[C, H, D]` in a layer that reads K and V of another, which writes none.
         cos, sin: RoPE table, `[positions, half]` float32.
         q: output `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
-        bias: biases of Q, K and V, added before norms, `[H + 2 Hkv, D]` float32, or None.
-        norms: norms of Q and K, if any.
+        bias: biases of a row of `qkv`, added before norms, float32, or None.
+        norms: norms of Q, K and V, if any.
     """
     host, head_dim = blocks.host, blocks.host.head_dim
-    tokens, heads = qkv.shape[0], qkv.shape[1] - 2 * host.kv_heads
-    append_kernel[(tokens, qkv.shape[1])](
+    (tokens, row_heads), heads = qkv.shape[:2], q.shape[1]
+    kv_heads = host.kv_heads if row_heads > heads else 0
+    append_kernel[(tokens, heads + 2 * kv_heads)](
         qkv,
         qkv if bias is None else bias,
         qkv if norms is None else norms.weights,
@@ -337,8 +354,9 @@ def append_rotated(
         rows,
         tables.stride(0),
         rows.stride(0),
+        row_heads,
         heads,
-        host.kv_heads,
+        kv_heads,
         cos.shape[1],
         layer,
         host.layers,
@@ -349,6 +367,8 @@ def append_rotated(
         HADAMARD=hadamard_size(blocks, SCALED, head_dim),
         BIAS=bias is not None,
         NORM=None if norms is None else norms.order,
+        VALUES=norms is not None and norms.values,
+        SHARED=0 < kv_heads == row_heads - heads,
         OFFSET=blocks.key_offset is not None,
         BLOCK=BLOCK,
         num_warps=4 if blocks.format in SCALED else 1,

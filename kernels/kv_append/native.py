@@ -45,6 +45,7 @@ class _Call(ctypes.Structure):
         ("qkv", ctypes.c_void_p),
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer", "heads", "tokens", "start", "threads")),
+        ("queries_alone", ctypes.c_int32),
     ]
 
 
@@ -58,6 +59,7 @@ def append_rotated(
     rope_table: RopeTable,
     *,
     norms: HeadNorms | None = None,
+    queries_alone: bool = False,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """Append a chunk's K and V to the KV cache; see `append_rotated` in `__init__.py`.
@@ -69,7 +71,7 @@ def append_rotated(
         ValueError: rows, layer, norms, block table or RoPE table do not fit.
     """
     tokens, rows, head_dim = qkv.shape
-    heads = rows - 2 * blocks.kv_heads
+    heads = rows - (0 if queries_alone else 2 * blocks.kv_heads)
     if heads < 0 or not 0 <= layer < blocks.layers:
         raise ValueError(
             f"{rows} rows of layer {layer} on blocks of {blocks.kv_heads} KV heads and "
@@ -92,6 +94,7 @@ def append_rotated(
         tokens,
         start,
         threads,
+        queries_alone,
     )
     library.edgellm_append(ctypes.byref(call))
     return q

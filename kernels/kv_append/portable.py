@@ -43,18 +43,26 @@ def append_rotated(
     rope_table: rope.RopeTable,
     *,
     norms: HeadNorms | None = None,
+    queries_alone: bool = False,
 ) -> NDArray[np.float32]:
     """Append a chunk's K and V to the KV cache; see `append_rotated` in `__init__.py`."""
     kv_heads = blocks.kv_heads
-    heads = qkv.shape[1] - 2 * kv_heads
+    heads = qkv.shape[1] - (0 if queries_alone else 2 * kv_heads)
     q, k, v = np.split(qkv, (heads, heads + kv_heads), axis=1)
     if norms is not None:
         norms.check(heads, kv_heads, qkv.shape[2])
-        if not norms.after_rope:
-            q, k = normalized(q, norms.q, norms.epsilon), normalized(k, norms.k, norms.epsilon)
-    q, k = rope.apply(q, rope_table, start), rope.apply(k, rope_table, start)
-    if norms is not None and norms.after_rope:
-        q, k = normalized(q, norms.q, norms.epsilon), normalized(k, norms.k, norms.epsilon)
+
+    def turned(x: NDArray[np.float32], weight: NDArray[np.float32] | None) -> NDArray[np.float32]:
+        if norms is None or weight is None:
+            return rope.apply(x, rope_table, start)
+        if norms.after_rope:
+            return normalized(rope.apply(x, rope_table, start), weight, norms.epsilon)
+        return rope.apply(normalized(x, weight, norms.epsilon), rope_table, start)
+
+    q = turned(q, None if norms is None else norms.q)
+    if queries_alone:
+        return q
+    k = turned(k, None if norms is None else norms.k)
     if norms is not None and norms.values:
         v = normalized(v, np.ones(v.shape[2], np.float32), norms.epsilon)
     append(blocks, table, layer, start, k, v)

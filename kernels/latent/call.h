@@ -1,6 +1,7 @@
 // What attention over latents has in place of V, and between a row and its queries.
 #pragma once
 
+#include "../cpu/kv_blocks.h"
 #include "../linear/call.h"
 
 namespace edgellm {
@@ -15,6 +16,17 @@ struct Latent {
     bool there() const { return key_up.panels != nullptr; }
     int key() const { return key_up.inputs; }    // numbers of a head's query that RoPE does not reach
     int rank() const { return value_up.inputs; }
+};
+
+// Arguments of one call that writes keys and latents; the same fields, in the same order, as in native.py.
+struct AppendLatentsCall {
+    KV kv;
+    Rope rope;
+    const float* norm;  // [latent]
+    const float* rows;  // [tokens, heads * key_dim + key_dim]: queries behind key_up, then the key and the latent
+    float* q;           // [tokens, heads, key_dim], the rotated queries
+    float epsilon;
+    int32_t layer, heads, tokens, start, threads;
 };
 
 }  // namespace edgellm

@@ -34,3 +34,21 @@ inline void append_latent(const edgellm::KV& kv, const edgellm::Rope& rope, cons
     scaled_norm(v, {latent.norm, nullptr}, kv.latent, latent.epsilon, row);
     write_row(kv, false, row, first, position % edgellm::BLOCK, codes);
 }
+
+// The queries, keys and latents of some tokens, of which RoPE turns the first numbers.
+inline void append_latents(const edgellm::AppendLatentsCall& call) {
+    const edgellm::KV& kv = call.kv;
+    edgellm::Latent latent{};
+    latent.norm = call.norm;
+    latent.epsilon = call.epsilon;
+    const size_t width = kv.key_dim();
+    edgellm::parallel(call.tokens, call.threads, [&](int t) {
+        const float* x = call.rows + size_t(t) * (call.heads + 1) * width;
+        float* q = call.q + size_t(t) * call.heads * width;
+        for (int h = 0; h < call.heads; ++h, x += width, q += width) {
+            rotate(call.rope, x, kv.head_dim, call.start + t, q);
+            std::memcpy(q + kv.head_dim, x + kv.head_dim, 4 * size_t(kv.latent));
+        }
+        append_latent(kv, call.rope, latent, call.layer, call.start + t, x, x + kv.head_dim);
+    });
+}

@@ -60,6 +60,17 @@ class DevicePackedWeights:
         outputs = sum(part.outputs for part in parts)
         return cls(data, table, outputs, first.inputs, first.kind)
 
+    @classmethod
+    def runs(cls, parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
+        """Join neighbours to one weight each, where they are `stackable`."""
+        runs = [[parts[0]]]
+        for panels in parts[1:]:
+            if stackable(runs[-1][-1], panels):
+                runs[-1].append(panels)
+            else:
+                runs.append([panels])
+        return [cls.stacked(run, device) for run in runs]
+
 
 def stackable(upper: PackedWeights, lower: PackedWeights) -> bool:
     """Whether the panels of two weights can lie one behind the other as those of one weight."""

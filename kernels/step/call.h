@@ -27,7 +27,7 @@ struct Norm {
 };
 
 // What a token's own embedding for a layer adds behind the MLP: output(activation(gate(x)) * e), where e is made of
-// the embedding and of context(first row of the token), see layer_input.h. Without panels there is none.
+// the embedding and of context(first row of the token), see `activate_input`. Without panels there is none.
 struct LayerInput {
     Linear context, gate, output;  // [width, hidden] twice, [hidden, width]
     const float* post_norm;        // [hidden], of what is added
@@ -152,7 +152,7 @@ struct StepCall {
 // Arguments of the experts of one layer; the same fields, in the same order, as in native.py.
 struct ExpertsCall {
     const Transformer* model;
-    const float* x;   // [count, hidden], normalized
+    const float* x;   // [count, hidden], normalized; of a layer with an MLP beside its experts, of the residual
     float* y;         // [count, hidden]
     char* workspace;  // edgellm_experts_workspace bytes
     int32_t layer, count, threads;

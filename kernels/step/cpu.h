@@ -1,5 +1,21 @@
 // All layers of a few tokens in one call; included once for each instruction set.
 
+// One row of activation(gate) * (norm(context / sqrt(hidden)) + sqrt(width) * table[row]) / sqrt(2), quantized. The
+// norm's epsilon takes the division.
+inline void activate_input(const edgellm::Transformer& model, const edgellm::Layer& layer, int table_row,
+                           const float* gate, const float* context, const edgellm::Rows& out, int r) {
+    const int width = model.layer_table.inputs;
+    float* e = static_cast<float*>(edgellm::scratch(4 * size_t(width)));
+    read_row(model.layer_table, table_row, e);
+    const Vec inverse = splat(inverse_rms(context, width, model.epsilon * static_cast<float>(model.hidden)));
+    const Vec scale = splat(std::sqrt(static_cast<float>(width))), half = splat(0.70710678f);
+    for (int i = 0; i < width; i += LANES) {
+        const Vec both = load(context + i) * inverse * load(model.layer_norm + i) + load(e + i) * scale;
+        store(e + i, activated(load(gate + i), layer.activation) * (both * half));
+    }
+    quantize_groups(e, 0, width / edgellm::GROUP, out, r, false);
+}
+
 class Step : StepMixers {
 public:
     Step(const edgellm::StepCall& call, const edgellm::Places& places, const Buffers& buffers)
@@ -129,7 +145,10 @@ private:
         const auto enter_row = [&](int r) {
             complete(r, layer.o_bias, layer.post_attention_norm);
             const float* x = b_.residual + r * hidden;
-            if (layer.shared.experts_norm) return enter_beside(r, layer);
+            if (layer.shared.experts_norm) {
+                b_.experts.read_beside(layer, model_.epsilon, x, r);
+                return normalize(layer.mlp_norm, r, false);
+            }
             if (layer.mlp_norm.weight)
                 scaled_norm(x, layer.mlp_norm, model_.hidden, model_.epsilon, b_.experts.normed(r));
             else
@@ -142,29 +161,10 @@ private:
         b_.experts.run(worker, model_, l, b_.x, b_.adapters);
         const bool behind = layer.post_mlp_norm.weight != nullptr;
         every_row(worker, [&](int r) {
-            if (layer.shared.post_norm) return join_beside(r, layer);
-            b_.experts.sum(layer, r, (behind ? b_.branch : b_.residual) + r * hidden, !behind);
+            float* out = (behind ? b_.branch : b_.residual) + r * hidden;
+            if (layer.shared.post_norm) return b_.experts.sum_beside(layer, model_.epsilon, r, out);
+            b_.experts.sum(layer, r, out, !behind);
         });
-    }
-
-    // The rows that an MLP beside experts reads, that these read, and that their router reads.
-    void enter_beside(int r, const edgellm::Layer& layer) const {
-        const float* x = b_.residual + size_t(r) * model_.hidden;
-        const edgellm::SharedExpert& shared = layer.shared;
-        scaled_norm(x, {shared.experts_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.normed(r));
-        scaled_norm(x, {shared.router_norm, nullptr}, model_.hidden, model_.epsilon, b_.experts.routed(r));
-        normalize(layer.mlp_norm, r, false);
-    }
-
-    // What they give together, which the norm behind the layer's MLPs takes.
-    void join_beside(int r, const edgellm::Layer& layer) const {
-        const edgellm::SharedExpert& shared = layer.shared;
-        float* out = b_.branch + size_t(r) * model_.hidden;
-        float* sum = static_cast<float*>(edgellm::scratch(4 * size_t(model_.hidden)));
-        b_.experts.sum(layer, r, sum, false);
-        scaled_norm(sum, {shared.experts_post_norm, nullptr}, model_.hidden, model_.epsilon, out);
-        scaled_norm(b_.experts.shared_out(r), {shared.post_norm, nullptr}, model_.hidden, model_.epsilon, sum);
-        add_to(out, sum, model_.hidden);
     }
 
     void add_input(edgellm::Worker& worker, const edgellm::Layer& layer, int l) const {
@@ -231,22 +231,33 @@ struct ExpertsAlone {
     }
 };
 
-// What the experts of a layer that has some give.
+// What the experts of a layer that has some give; of an MLP beside them, which reads the residual, the sum of both.
 inline void experts(const edgellm::ExpertsCall& call) {
     size_t bytes = 0;
     const size_t before = reinterpret_cast<uintptr_t>(call.workspace) % 64, hidden = call.model->hidden;
     const ExpertsAlone alone(call, call.workspace + (64 - before), bytes);
     const Experts& experts = alone.experts;
     const edgellm::Layer& layer = call.model->layers[call.layer];
+    const float epsilon = call.model->epsilon;
     constexpr int PHASES = 7;
     edgellm::run_team(call.threads, PHASES, [&](edgellm::Worker& worker) {
         worker.each(call.count, [&](int r) {
-            std::memcpy(experts.normed(r), call.x + r * hidden, 4 * hidden);
+            const float* x = call.x + r * hidden;
+            if (layer.shared.experts_norm) {
+                float* normed = static_cast<float*>(edgellm::scratch(4 * hidden));
+                experts.read_beside(layer, epsilon, x, r);
+                scaled_norm(x, layer.mlp_norm, call.model->hidden, epsilon, normed);
+                return quantize_groups(normed, 0, call.model->hidden / edgellm::GROUP, alone.x, r, false);
+            }
+            std::memcpy(experts.normed(r), x, 4 * hidden);
             if (layer.shared.up.panels)
-                quantize_groups(experts.normed(r), 0, call.model->hidden / edgellm::GROUP, alone.x, r, false);
+                quantize_groups(x, 0, call.model->hidden / edgellm::GROUP, alone.x, r, false);
         });
         experts.run(worker, *call.model, call.layer, alone.x);
-        worker.each(call.count, [&](int r) { experts.sum(layer, r, call.y + r * hidden, false); });
+        worker.each(call.count, [&](int r) {
+            if (layer.shared.post_norm) return experts.sum_beside(layer, epsilon, r, call.y + r * hidden);
+            experts.sum(layer, r, call.y + r * hidden, false);
+        });
     });
     experts.leave(*call.model);
 }

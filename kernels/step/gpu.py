@@ -7,14 +7,17 @@ step. The best next tokens can be selected on the device, too.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edgellm.kernels.altup.gpu import DeviceStreams
 from edgellm.kernels.checks import check_rope
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DevicePool
@@ -29,9 +32,10 @@ from edgellm.kernels.step.checks import check_pools, check_weights
 from edgellm.kernels.step.gpu_buffers import Buffers
 from edgellm.kernels.step.gpu_inputs import SpanInputs
 from edgellm.kernels.step.gpu_layer import DeviceLayer, DeviceRope
+from edgellm.kernels.step.gpu_layer_input import LayerEmbeddings
 from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, Weights
+from edgellm.kernels.step.weights import Weights
 
 Floats = NDArray[np.float32]
 # Held while a graph is captured, of which torch has one at a time in a process.
@@ -97,30 +101,29 @@ class DeviceStep:
         attending = [layer for layer in weights.layers if layer.mixer is None]
         if not attending:
             raise ValueError("no layer attends; needed is one or more")
-        first = attending[0]
         for layer in attending:
             check_rope(rope_tables[layer.rope], layer.head_dim, 0)
-            if _heads(layer) != _heads(first):
-                raise ValueError(
-                    "layers differ in heads, KV heads, head_dim or latents; needed are the same in "
-                    "all"
-                )
         self._weights = weights
         self._pools = [pool.host for pool in pools]
         self._device = device
         ropes = [DeviceRope.of(table, device) for table in rope_tables]
-        count = len(weights.layers)
-        self._layers = [DeviceLayer.of(weights, index, ropes, device) for index in range(count)]
+        self._embeddings = LayerEmbeddings.of(weights, rows=MAX_ROWS, device=device)
+        self._streams = DeviceStreams.of(weights.streams, device)
+        self._layers = [
+            DeviceLayer.of(weights, index, ropes, pools, self._embeddings, device)
+            for index in range(len(weights.layers))
+        ]
         self._final_norm = DeviceNorm.of(weights.final_norm, weights.final_norm_bias, device)
         self._embedding = DevicePackedWeights.of(weights.embedding, device)
         tied = weights.head is weights.embedding
         self._head = self._embedding if tied else DevicePackedWeights.of(weights.head, device)
+        tilings = {layer.tiling: None for layer in self._layers if layer.tiling is not None}
         positions = self._positions = min(len(table.cos) for table in rope_tables)
 
         def inputs(rows: int) -> SpanInputs:
             return SpanInputs(
                 pools,
-                heads=first.heads,
+                tilings=tilings,
                 rows=rows,
                 positions=positions,
                 vocabulary=weights.embedding.outputs,
@@ -131,7 +134,13 @@ class DeviceStep:
         self._inputs, self._decode_inputs = inputs(MAX_ROWS), inputs(DECODE_ROWS)
         self._buffers = Buffers.empty(weights.layers, rows=MAX_ROWS, device=device)
         self._logits = LogitRows.empty(DECODE_ROWS, weights.head.outputs, device)
-        self._chunk = Captured(self._launch_chunk, device)
+        # layers behind the last one with K and V of its own read those of others: rows whose
+        # results are not asked for need not enter them; a state is a result as well
+        own = [n for n, layer in enumerate(weights.layers) if layer.kv_from is None]
+        hybrid = any(isinstance(pool, StateBlocks) for pool in self._pools)
+        self._readers = len(weights.layers) if hybrid else own[-1] + 1
+        self._chunk = Captured(partial(self._launch_chunk, len(weights.layers)), device)
+        self._short_chunk = Captured(partial(self._launch_chunk, self._readers), device)
         self._decode: dict[int, Captured] = {}  # by number of rows
         self._pack: dict[int, Captured] = {}  # by number of rows
 
@@ -158,16 +167,22 @@ class DeviceStep:
         for rows in WARM_ROWS:
             if rows <= MAX_ROWS:
                 self.best([first(1)] * rows)
-        self.run([first(reach)])
+        self.run([first(reach)], all_states=False)
 
     def run(
-        self, spans: Sequence[StepSpan], *, should_stop: Callable[[], bool] | None = None
+        self,
+        spans: Sequence[StepSpan],
+        *,
+        all_states: bool = True,
+        should_stop: Callable[[], bool] | None = None,
     ) -> tuple[Floats, Floats] | None:
         """Write K and V of the tokens of each span, and compute their hidden states and logits.
 
         Args:
             spans: spans of different sequences, or spans that do not see each other's new tokens;
                 up to `MAX_ROWS` tokens in all.
+            all_states: whether all hidden states are asked for; else those of rows without logits
+                may be zeros, and they leave before the last layers that read K and V of others.
             should_stop: called before each layer; once in a chunk of `MAX_ROWS` tokens of one
                 sequence, and never in a decode step of up to `DECODE_ROWS` sequences.
 
@@ -183,19 +198,68 @@ class DeviceStep:
             self._next(spans)
             logits = self._logits.logits[: len(spans)]
             return _host(self._buffers.states[: len(spans)]), _host(logits)
-        self._inputs.set(spans)
-        buffers = self._buffers.of(sum(counts))
+        self._set(self._inputs, spans)
+        buffers, asked = self._buffers.of(sum(counts)), [span.logit_rows for span in spans]
+        leave = not all_states and asked != counts and self._readers < len(self._layers)
+        end = self._readers if leave else len(self._layers)
         if counts == [MAX_ROWS]:
             if should_stop is not None and should_stop():
                 return None
-            self._chunk()
-        elif not self._through_layers(self._inputs, counts, buffers, should_stop):
+            (self._short_chunk if leave else self._chunk)()
+        elif not self._through_layers(self._inputs, counts, buffers, should_stop, range(end)):
             return None
-        states = _last_rows(buffers.states, spans)
+        rows = [
+            row
+            for last, n in zip(itertools.accumulate(counts), asked, strict=True)
+            for row in range(last - n, last)
+        ]
+        if leave:
+            return self._rest(spans, rows, buffers, should_stop)
+        states = buffers.states[rows]
+        return _host(buffers.states), self._logits_of(states)
+
+    def _rest(
+        self,
+        spans: Sequence[StepSpan],
+        rows: Sequence[int],
+        buffers: Buffers,
+        should_stop: Callable[[], bool] | None,
+    ) -> tuple[Floats, Floats] | None:
+        """Take the last rows of spans through the layers behind those that all went through.
+
+        Args:
+            rows: their places among all rows.
+        """
+        hidden = np.zeros(buffers.x.shape, np.float32)
+        last = [span for span in spans if span.logit_rows]
+        if not last:
+            return hidden, self._logits_of(buffers.states[:0])
+        counts = [span.logit_rows for span in last]
+        self._inputs.set(
+            [
+                replace(
+                    span,
+                    tokens=span.tokens[-count:],
+                    start=span.start + len(span.tokens) - count,
+                )
+                for span, count in zip(last, counts, strict=True)
+            ]
+        )
+        index = torch.tensor(rows, device=self._device)
+        buffers.keep(index)
+        if self._embeddings is not None:
+            self._embeddings.keep(index)
+        few, layers = self._buffers.of(len(rows)), range(self._readers, len(self._layers))
+        if not self._through_layers(self._inputs, counts, few, should_stop, layers):
+            return None
+        hidden[rows] = _host(few.states)
+        return hidden, self._logits_of(few.states)
+
+    def _logits_of(self, states: torch.Tensor) -> Floats:
         logits = torch.empty((len(states), self._head.outputs), device=self._device)
         if len(states):
             self._head_into(states, logits)
-        return _host(buffers.states), _host(logits)
+        return _host(logits)
 
     def best(self, spans: Sequence[StepSpan]) -> list[Logits]:
         """Run one token of each span as `run` does, and copy only the best logits to the host.
@@ -225,13 +289,9 @@ class DeviceStep:
 
     def logits(self, hidden: Floats) -> Floats:
         """Apply the LM head to states `[rows, E]`: `[rows, V]`."""
-        parts = []
-        for first in range(0, len(hidden), MAX_ROWS):
-            states = on_device(hidden[first : first + MAX_ROWS], self._device)
-            logits = torch.empty((len(states), self._head.outputs), device=self._device)
-            self._head_into(states, logits)
-            parts.append(_host(logits))
-        return np.concatenate(parts)
+        firsts = range(0, len(hidden), MAX_ROWS)
+        parts = (on_device(hidden[first : first + MAX_ROWS], self._device) for first in firsts)
+        return np.concatenate([self._logits_of(states) for states in parts])
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """Multiply rows `[M, K]` by a weight, copied to the device for this call: `[M, N]`.
@@ -245,22 +305,29 @@ class DeviceStep:
         linear(rows, panels, out, self._buffers.rows, fine=fine)
         return _host(out)
 
+    def _set(self, inputs: SpanInputs, spans: Sequence[StepSpan]) -> None:
+        """Copy spans to the device, and what tokens have for each layer."""
+        inputs.set(spans)
+        if self._embeddings is not None:
+            self._embeddings.set([token for span in spans for token in span.tokens])
+
     def _next(self, spans: Sequence[StepSpan]) -> None:
         """Run one token of each span by a captured graph; states and logits stay on the device."""
         rows = len(spans)
-        self._decode_inputs.set(spans)
+        self._set(self._decode_inputs, spans)
         if rows not in self._decode:
             self._decode[rows] = Captured(partial(self._launch_next, rows), self._device)
         self._decode[rows]()
 
     def _launch_next(self, rows: int) -> None:
         buffers = self._buffers.of(rows)
-        self._through_layers(self._decode_inputs, [1] * rows, buffers, None)
+        every = range(len(self._layers))
+        self._through_layers(self._decode_inputs, [1] * rows, buffers, None, every)
         logits = self._logits.of(rows)
         self._head_into(buffers.states, logits.logits, peaks=logits.peaks)
 
-    def _launch_chunk(self) -> None:
-        self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None)
+    def _launch_chunk(self, end: int) -> None:
+        self._through_layers(self._inputs, [MAX_ROWS], self._buffers, None, range(end))
 
     def _through_layers(
         self,
@@ -268,17 +335,27 @@ class DeviceStep:
         counts: Sequence[int],
         buffers: Buffers,
         should_stop: Callable[[], bool] | None,
+        layers: range,
     ) -> bool:
-        """Compute the states of spans with `counts` tokens; False: it was stopped on the way."""
+        """Take spans with `counts` tokens through layers; False: it was stopped on the way."""
         weights, work = self._weights, inputs.work(counts)
         sizes = len(counts), sum(counts)
         states = {number: rows.of(*sizes) for number, rows in inputs.states.items()}
-        embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
-        ready = False
-        for layer, after in zip(self._layers, [*self._layers[1:], None], strict=True):
+        if layers.start == 0:
+            embed(self._embedding, inputs.tokens, buffers.x, scale=weights.embedding_scale)
+            if self._embeddings is not None:
+                self._embeddings.enter(buffers.x, buffers.rows)
+            if self._streams is not None:
+                self._streams.enter(buffers.x, buffers.streams, buffers.rows)
+        ready, here = False, self._layers[layers.start : layers.stop]
+        for layer, after in zip(here, [*here[1:], None], strict=True):
             if should_stop is not None and should_stop():
                 return False
             ready = layer.run(buffers, inputs.places, states, work, ready=ready, after=after)
+        if layers.stop < len(self._layers):
+            return True
+        if self._streams is not None:
+            self._streams.leave(buffers.streams, buffers.x, buffers.rows)
         normalize(buffers.x, self._final_norm, buffers.states, epsilon=weights.epsilon)
         return True
 
@@ -288,21 +365,6 @@ class DeviceStep:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
-
-
-def _heads(layer: LayerWeights) -> tuple[int, ...]:
-    rank = 0 if layer.latent is None else layer.latent.rank
-    return layer.heads, layer.kv_heads, layer.head_dim, rank
-
-
-def _last_rows(states: torch.Tensor, spans: Sequence[StepSpan]) -> torch.Tensor:
-    """Select the states `[logit_rows, E]` that go through the LM head."""
-    parts, end = [], 0
-    for span in spans:
-        end += len(span.tokens)
-        if span.logit_rows:
-            parts.append(states[end - span.logit_rows : end])
-    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else states[:0]
 
 
 def _host(tensor: torch.Tensor) -> Floats:

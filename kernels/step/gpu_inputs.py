@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,7 +51,7 @@ class SpanInputs:
         self,
         pools: Sequence[DevicePool],
         *,
-        heads: int,
+        tilings: Collection[Tiling],
         rows: int,
         positions: int,
         vocabulary: int,
@@ -60,6 +60,7 @@ class SpanInputs:
         """Allocate memory for calls.
 
         Args:
+            tilings: those of attention, of each kind of heads.
             rows: largest number of tokens in a call.
             positions: number of positions in the RoPE tables.
             vocabulary: number of token ids.
@@ -70,20 +71,21 @@ class SpanInputs:
         self._room = rows
         self._positions = positions
         self._vocabulary = vocabulary
-        self._tiling = Tiling.of(next(iter(kv.values())), heads)
+        self._tilings = list(tilings)
         # an even number keeps the tables of all pools aligned, and so kernels compiled once
         blocks = 2 * -(-positions // (2 * BLOCK))
-        jobs = self._tiling.most_jobs(rows) * JOB_FIELDS // 2  # two int32 in an int64
+        # two int32 in an int64
+        jobs = max(each.most_jobs(rows) for each in tilings) * JOB_FIELDS // 2
         each = rows * (STATE_SPAN_FIELDS + STATE_ROW_FIELDS) // 2
-        sizes = [rows, rows * ROW_FIELDS // 2, jobs, len(states) * each, rows * len(kv) * blocks]
+        work = (len(tilings) * of for of in (rows * ROW_FIELDS // 2, jobs))
+        sizes = [rows, *work, len(states) * each, rows * len(kv) * blocks]
         self._host = torch.zeros(sum(sizes), dtype=torch.int64)
         self._device = self._host.to(device, copy=True)
         self._before_tables = sum(sizes[:4])
         self._span_size = len(kv) * blocks
-        host = _parts(self._host, sizes, len(kv))
-        self.tokens, self._rows, self._jobs, on_device, tables = _parts(
-            self._device, sizes, len(kv)
-        )
+        shape = len(tilings), len(kv)
+        host = _parts(self._host, sizes, *shape)
+        self.tokens, self._rows, self._jobs, on_device, tables = _parts(self._device, sizes, *shape)
         self.places = {n: Place(kv[n], tables[:, index]) for index, n in enumerate(kv)}
         self.states = {
             n: DeviceStateRows(states[n], *_state_parts(each, rows))
@@ -97,7 +99,7 @@ class SpanInputs:
             part.numpy() for part in host
         )
         self._copied: dict[tuple[int, int], list[int]] = {}  # by span and pool
-        self._planned: tuple[Plan, Sequence[int], Sequence[int]] | None = None
+        self._planned: dict[int, tuple[Plan, Sequence[int], Sequence[int]]] = {}  # by tiling
 
     def set(self, spans: Sequence[StepSpan]) -> None:
         """Copy spans to the device.
@@ -117,7 +119,8 @@ class SpanInputs:
         for number, span in enumerate(spans):
             self._set_tables(number, span)
         self._host_tokens[: len(ids)] = ids
-        self._set_work(counts, [span.start for span in spans])
+        for number in range(len(self._tilings)):
+            self._set_work(number, counts, [span.start for span in spans])
         for pool in self.states:
             self._set_states(pool, counts, [span.states[pool] for span in spans])
         end = self._before_tables + len(spans) * self._span_size
@@ -125,10 +128,12 @@ class SpanInputs:
         # been waited for otherwise
         self._device[:end].copy_(self._host[:end])
 
-    def work(self, counts: Sequence[int]) -> Work:
+    def work(self, counts: Sequence[int]) -> dict[Tiling, Work]:
         """Return the work of programs for spans with `counts` tokens, which `set` fills in."""
-        jobs = self._jobs[: self._tiling.jobs(counts)]
-        return Work(self._rows[: sum(counts)], jobs, self._tiling.tile(counts))
+        return {
+            tiling: Work(rows[: sum(counts)], jobs[: tiling.jobs(counts)], tiling.tile(counts))
+            for tiling, rows, jobs in zip(self._tilings, self._rows, self._jobs, strict=True)
+        }
 
     def _set_tables(self, number: int, span: StepSpan) -> None:
         """Write the block tables of a span, unless they are the same as in the last call.
@@ -165,30 +170,36 @@ class SpanInputs:
                 rows[first + after - 1, 1] = block
             first += count
 
-    def _set_work(self, counts: Sequence[int], starts: Sequence[int]) -> None:
+    def _set_work(self, number: int, counts: Sequence[int], starts: Sequence[int]) -> None:
         """Write rows and jobs of `Work`; only starts, unless tokens or tiles of keys have changed.
 
         From one decode step to the next, mostly the starts alone change.
+
+        Args:
+            number: index of the tiling.
         """
-        keys = self._tiling.key_tiles(counts, starts)
-        if self._planned is None or self._planned[1:] != (counts, keys):
-            plan = self._tiling.plan(counts, keys)
-            self._planned = plan, counts, keys
-            self._host_rows[: len(plan.rows)] = plan.rows
-            self._host_jobs[: len(plan.jobs)] = plan.jobs
-        plan, of = self._planned[0], np.array(starts, np.int32)
-        self._host_rows[: len(plan.rows), 0] = plan.rows[:, 0] + of[plan.row_spans]
-        self._host_jobs[: len(plan.jobs), START] = of[plan.job_spans]
+        tiling, rows, jobs = self._tilings[number], self._host_rows[number], self._host_jobs[number]
+        keys = tiling.key_tiles(counts, starts)
+        if number not in self._planned or self._planned[number][1:] != (counts, keys):
+            plan = tiling.plan(counts, keys)
+            self._planned[number] = plan, counts, keys
+            rows[: len(plan.rows)] = plan.rows
+            jobs[: len(plan.jobs)] = plan.jobs
+        plan, of = self._planned[number][0], np.array(starts, np.int32)
+        rows[: len(plan.rows), 0] = plan.rows[:, 0] + of[plan.row_spans]
+        jobs[: len(plan.jobs), START] = of[plan.job_spans]
 
 
-def _parts(memory: torch.Tensor, sizes: Sequence[int], pools: int) -> list[torch.Tensor]:
-    """Split memory into tokens `[R]`, rows and jobs of `Work`, a part `[6 R]` for each pool of
-    states, and tables `[R, pools, blocks]`."""
+def _parts(
+    memory: torch.Tensor, sizes: Sequence[int], tilings: int, pools: int
+) -> list[torch.Tensor]:
+    """Split memory into tokens `[R]`, rows and jobs of `Work` for each tiling, a part `[6 R]` for
+    each pool of states, and tables `[R, pools, blocks]`."""
     tokens, rows, jobs, states, tables = memory.split(list(sizes))
     return [
         tokens,
-        rows.view(torch.int32).view(-1, ROW_FIELDS),
-        jobs.view(torch.int32).view(-1, JOB_FIELDS),
+        rows.view(torch.int32).view(tilings, -1, ROW_FIELDS),
+        jobs.view(torch.int32).view(tilings, -1, JOB_FIELDS),
         states.view(torch.int32).view(-1, len(tokens) * (STATE_SPAN_FIELDS + STATE_ROW_FIELDS)),
         tables.view(len(tokens), pools, -1),
     ]

@@ -4,36 +4,37 @@ Absent parts cost nothing: a layer with only RMS norms before products takes sev
 norm behind a product, and each layer norm, takes another one; experts take three more, and five if
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
 first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
-latents takes seven launches more.
+latents takes seven launches more, an MLP beside experts five, a laurel five, an embedding of the
+layer's own five, and residual streams three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from edgellm.kernels.altup.gpu import DeviceAltUp
 from edgellm.kernels.attention.gpu import attend, takes_codes
-from edgellm.kernels.attention.gpu_tiles import Work
-from edgellm.kernels.experts.gpu import DeviceRouter, add_up, route
+from edgellm.kernels.attention.gpu_tiles import Tiling, Work
 from edgellm.kernels.gpu.device import on_device
-from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
 from edgellm.kernels.latent.gpu import DeviceLatent
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
     DevicePackedWeights,
     Next,
-    Tiles,
     linear,
 )
 from edgellm.kernels.linear.gpu_rows import CodedRows, code_rows
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.step.gpu_buffers import Buffers, expert_sizes, some
+from edgellm.kernels.step.gpu_buffers import Buffers, some
 from edgellm.kernels.step.gpu_inputs import Place
+from edgellm.kernels.step.gpu_layer_input import DeviceInput, LayerEmbeddings
 from edgellm.kernels.step.gpu_mixers import (
     DeviceBeside,
     DeviceMixer,
@@ -44,8 +45,9 @@ from edgellm.kernels.step.gpu_mixers import (
     mix,
     projections_of,
 )
-from edgellm.kernels.step.gpu_norm import DeviceNorm, normalize
-from edgellm.kernels.step.weights import Floats, LayerWeights, Weights
+from edgellm.kernels.step.gpu_mlp import FeedForward, add_product, inputs_of
+from edgellm.kernels.step.gpu_norm import DeviceNorm, norm_of, normalize
+from edgellm.kernels.step.weights import Floats, Laurel, LayerWeights, Weights
 
 
 class DeviceRope(NamedTuple):
@@ -59,16 +61,19 @@ class DeviceRope(NamedTuple):
         return cls(on_device(table.cos, device), on_device(table.sin, device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceMlp:
-    """MLP, all experts of a layer, or a shared expert; see `LayerWeights`."""
+class DeviceLaurel(NamedTuple):
+    """A `Laurel` in device memory."""
 
-    gate: DevicePackedWeights | None
-    gate_bias: torch.Tensor | None = None
-    up: DevicePackedWeights
-    up_bias: torch.Tensor | None = None
-    down: DevicePackedWeights
-    down_bias: torch.Tensor | None = None
+    left: DevicePackedWeights
+    right: DevicePackedWeights
+    post_norm: DeviceNorm
+
+    @classmethod
+    def of(cls, laurel: Laurel | None, device: str) -> DeviceLaurel | None:
+        if laurel is None:
+            return None
+        left, right = (DevicePackedWeights.of(x, device) for x in (laurel.left, laurel.right))
+        return cls(left, right, DeviceNorm.of(laurel.post_norm, None, device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,10 @@ class DeviceLayer:
         mixer: mixer in place of attention, or None.
         beside: mixer that reads the same rows as attention, or None.
         latent: what attention over latents has beside the projections of keys and latents, or None.
+        tiling: of attention, or None.
+        laurel: what it adds beside attention, or None.
+        altup: weights around several residual streams, or None.
+        input: what it adds of a token's own embedding, or None.
     """
 
     slot: int
@@ -102,26 +111,25 @@ class DeviceLayer:
     o: DevicePackedWeights
     o_bias: torch.Tensor | None
     post_attention_norm: DeviceNorm | None
-    mlp_norm: DeviceNorm | None
-    mlp: DeviceMlp
-    shared: DeviceMlp | None
-    post_mlp_norm: DeviceNorm | None
-    router: DeviceRouter | None
+    tiling: Tiling | None
+    laurel: DeviceLaurel | None
+    altup: DeviceAltUp | None
+    mlp: FeedForward
+    input: DeviceInput | None
 
     @classmethod
     def of(
-        cls, weights: Weights, index: int, ropes: Sequence[DeviceRope], device: str
+        cls,
+        weights: Weights,
+        index: int,
+        ropes: Sequence[DeviceRope],
+        pools: Sequence[DevicePool],
+        embeddings: LayerEmbeddings | None,
+        device: str,
     ) -> DeviceLayer:
-        """Move the weights of a layer to the device.
-
-        Raises:
-            ValueError: the layer has a part that Triton kernels do not compute.
-        """
+        """Move the weights of a layer to the device."""
         layer = weights.layers[index]
-        norms, mixer = layer.head_norms, layer.mixer
-
-        def norm(weight: Floats | None, bias: Floats | None) -> DeviceNorm | None:
-            return None if weight is None else DeviceNorm.of(weight, bias, device)
+        norms, mixer, pool = layer.head_norms, layer.mixer, pools[layer.pool]
 
         def vector(array: Floats | None) -> torch.Tensor | None:
             return None if array is None else on_device(array, device)
@@ -131,7 +139,7 @@ class DeviceLayer:
             host=layer,
             epsilon=weights.epsilon,
             rope=ropes[layer.rope],
-            attention_norm=norm(layer.attention_norm, layer.attention_norm_bias),
+            attention_norm=norm_of(layer.attention_norm, layer.attention_norm_bias, device),
             projections=projections_of(layer, device),
             mixer=None if mixer is None else device_mixer(mixer, weights.epsilon, device),
             beside=beside_of(weights, index, device),
@@ -142,19 +150,14 @@ class DeviceLayer:
             sinks=vector(layer.sinks),
             o=DevicePackedWeights.of(layer.o, device),
             o_bias=vector(layer.o_bias),
-            post_attention_norm=norm(layer.post_attention_norm, layer.post_attention_norm_bias),
-            mlp_norm=norm(layer.mlp_norm, layer.mlp_norm_bias),
-            mlp=DeviceMlp(
-                gate=None if layer.gate is None else DevicePackedWeights.of(layer.gate, device),
-                gate_bias=vector(layer.gate_bias),
-                up=DevicePackedWeights.of(layer.up, device),
-                up_bias=vector(layer.up_bias),
-                down=DevicePackedWeights.of(layer.down, device),
-                down_bias=vector(layer.down_bias),
+            post_attention_norm=norm_of(
+                layer.post_attention_norm, layer.post_attention_norm_bias, device
             ),
-            shared=_shared(layer, device),
-            post_mlp_norm=norm(layer.post_mlp_norm, layer.post_mlp_norm_bias),
-            router=_device_router(layer, device),
+            tiling=Tiling.of(pool, layer.heads) if isinstance(pool, DeviceBlocks) else None,
+            laurel=DeviceLaurel.of(layer.laurel, device),
+            altup=DeviceAltUp.of(layer.altup, weights.epsilon, device),
+            mlp=FeedForward.of(layer, weights.epsilon, device),
+            input=DeviceInput.of(weights, index, embeddings, device),
         )
 
     def run(
@@ -162,7 +165,7 @@ class DeviceLayer:
         buffers: Buffers,
         places: Mapping[int, Place],
         states: Mapping[int, DeviceStateRows],
-        work: Work,
+        work: Mapping[Tiling, Work],
         *,
         ready: bool = False,
         after: DeviceLayer | None = None,
@@ -172,6 +175,7 @@ class DeviceLayer:
         Args:
             places: blocks and block tables in each pool of K and V.
             states: rows and their blocks in each pool of states.
+            work: of attention, by its tiling.
             ready: whether `buffers.residual` has the codes of its inputs.
             after: next layer, if any.
 
@@ -179,8 +183,12 @@ class DeviceLayer:
             Whether `buffers.residual` has the codes of the next layer's inputs.
         """
         few = len(buffers.x) <= FEW_ROWS
+        if self.altup is not None:
+            self.altup.predict(buffers.streams, buffers.predicted, buffers.x)
         if self.mixer is None:
-            mixed, attended = self._attend(buffers, places, states, work, ready=ready)
+            assert self.tiling is not None
+            here = work[self.tiling]
+            mixed, attended = self._attend(buffers, places, states, here, ready=ready)
         else:
             mixed = some(buffers.mixed, len(buffers.x), self.o.inputs)
             width = sum(weight.outputs for weight, _ in self.projections)
@@ -188,32 +196,30 @@ class DeviceLayer:
             self._project(buffers, inputs, ready=ready)
             of = states[self.host.pool]
             attended = mix(buffers, self.mixer, inputs, of, self.slot, mixed)
-        then = _next(self.mlp_norm, buffers) if few else None
-        ready = self._add(
+        ready = add_product(
             mixed,
             self.o,
             self.o_bias,
             self.post_attention_norm,
             buffers,
+            epsilon=self.epsilon,
+            scale=1.0 if self.laurel is None else 0.5**0.5,
             coded=attended,
-            then=then,
+            then=_next(self.mlp.norm, buffers) if few else None,
         )
         norm = None if after is None else after.attention_norm
         # codes of 16 bits for V
-        then = _next(norm, buffers, fine=True) if few else None
-        if self.router is not None:
-            return self._add_experts(buffers, self.router, ready=ready, then=then)
-        inputs, norm = self._inputs(self.mlp_norm, buffers)
-        inner, activated = self._activate(self.mlp, inputs, norm, buffers, ready=ready)
-        return self._add(
-            inner,
-            self.mlp.down,
-            self.mlp.down_bias,
-            self.post_mlp_norm,
-            buffers,
-            coded=activated,
-            then=then,
-        )
+        last = self.input is None and self.altup is None
+        then = _next(norm, buffers, fine=True) if few and last else None
+        ready = self.mlp.run(buffers, ready=ready, then=then)
+        streams = None
+        if self.altup is not None:
+            self.altup.correct(buffers.predicted, buffers.x, buffers.streams, buffers.states)
+            rows, width = buffers.x.shape
+            streams = buffers.streams.view(rows, -1, width)
+        if self.input is not None:
+            self.input.run(buffers, self.host.activation, streams=streams)
+        return ready
 
     def _attend(
         self,
@@ -225,44 +231,47 @@ class DeviceLayer:
         ready: bool,
     ) -> tuple[torch.Tensor, CodedRows | None]:
         """Compute attention, and add the mixer beside it; return the results, or their codes."""
-        place = places[self.host.pool]
+        place, rows = places[self.host.pool], len(buffers.x)
         if self.latent is not None:
             return self._attend_latents(buffers, self.latent, place, work, ready=ready), None
-        qkv = buffers.qkv.view(len(buffers.x), -1)
+        qkv = some(buffers.qkv, rows, sum(weight.outputs for weight, _ in self.projections))
         product = self._project(buffers, qkv, ready=ready)
         if self.beside is not None:
             # what it adds to the residual is no input of the gate
             mixer, projection, o, slot = self.beside
-            inputs = some(buffers.projected, len(qkv), projection.outputs)
+            inputs = some(buffers.projected, rows, projection.outputs)
             product(projection, inputs)
-            mixed = some(buffers.mixed, len(qkv), o.inputs)
+            mixed = some(buffers.mixed, rows, o.inputs)
             coded = mix(buffers, mixer, inputs, states[self.host.beside_pool], slot, mixed)
         gate = None
         if self.q_gate is not None:
-            gate = some(buffers.projected, len(qkv), self.q_gate.outputs)
+            gate = some(buffers.projected, rows, self.q_gate.outputs)
             product(self.q_gate, gate)
         if self.beside is not None:
             linear(mixed, o, buffers.x, buffers.rows, add=True, coded=coded)
+        if self.laurel is not None:
+            self._add_laurel(buffers, self.laurel, product)
+        q, out = (some(each, rows, self.o.inputs) for each in (buffers.q, buffers.attended))
+        shape = rows, -1, self.host.head_dim
         append_rotated(
             place.blocks,
             place.tables,
             self.slot,
             work.rows,
-            buffers.qkv,
+            qkv.view(shape),
             *self.rope,
-            buffers.q,
+            q.view(shape),
             bias=self.qkv_bias,
             norms=self.head_norms,
         )
-        few = len(qkv) <= FEW_ROWS
-        coded = buffers.inner if few and takes_codes(self.host.head_dim) else None
+        coded = buffers.inner if rows <= FEW_ROWS and takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
             place.tables,
             self.slot,
-            buffers.q,
+            q.view(shape),
             work,
-            buffers.attended,
+            out.view(shape),
             buffers.partials,
             window=self.host.window,
             scale=self.host.scale,
@@ -271,20 +280,37 @@ class DeviceLayer:
             gate=gate,
             coded=coded,
         )
-        return buffers.attended.view(len(qkv), -1), coded
+        return out, coded
+
+    def _add_laurel(
+        self,
+        buffers: Buffers,
+        laurel: DeviceLaurel,
+        product: Callable[[DevicePackedWeights, torch.Tensor], None],
+    ) -> None:
+        """Add the rows that attention reads, and what a product of low rank makes of them."""
+        assert self.attention_norm is not None
+        x, epsilon = buffers.x, self.epsilon
+        left = some(buffers.mixed, len(x), laurel.left.outputs)
+        product(laurel.left, left)
+        linear(left, laurel.right, buffers.states, buffers.rows)
+        normalize(x, self.attention_norm, x, epsilon=epsilon, add=True)
+        normalize(buffers.states, laurel.post_norm, x, epsilon=epsilon, add=True)
 
     def _attend_latents(
         self, buffers: Buffers, latent: DeviceLatent, place: Place, work: Work, *, ready: bool
     ) -> torch.Tensor:
         """Compute attention over latents; return the values that heads attend to."""
-        rows, room = len(buffers.x), buffers.heads
-        assert room is not None
+        rows, heads = len(buffers.x), self.host.heads
+        room, rank = buffers.heads[heads], place.blocks.host.latent
+        turned = some(buffers.q, rows, heads * (self.host.head_dim + rank)).view(rows, heads, -1)
+        attended = some(buffers.attended, rows, heads * rank).view(rows, heads, -1)
         inputs = some(
             buffers.projected, rows, sum(each.weight.outputs for each in self.projections)
         )
         product = self._project(buffers, inputs, ready=ready)
         q = some(buffers.convolved, rows, latent.q.outputs)
-        down = inputs.shape[1] - self.host.head_dim - place.blocks.host.latent
+        down = inputs.shape[1] - self.host.head_dim - rank
         if latent.query_norm is None:
             product(latent.q, q)
         else:
@@ -298,16 +324,16 @@ class DeviceLayer:
             inputs[:, down:],
             q,
             self.rope,
-            buffers.q,
+            turned,
             room,
         )
         attend(
             place.blocks,
             place.tables,
             self.slot,
-            buffers.q,
+            turned,
             work,
-            buffers.attended,
+            attended,
             buffers.partials,
             window=self.host.window,
             scale=self.host.scale,
@@ -315,14 +341,14 @@ class DeviceLayer:
             sinks=self.sinks,
         )
         values = some(buffers.mixed, rows, self.o.inputs)
-        latent.values(buffers.attended, values, room)
+        latent.values(attended, values, room)
         return values
 
     def _project(
         self, buffers: Buffers, out: torch.Tensor, *, ready: bool
     ) -> Callable[[DevicePackedWeights, torch.Tensor], None]:
         """Compute the projections, side by side in `out`; return a function for further ones."""
-        inputs, norm = self._inputs(self.attention_norm, buffers)
+        inputs, norm = inputs_of(self.attention_norm, buffers, self.epsilon)
         few, first = len(inputs) <= FEW_ROWS, 0
         if few and not ready:
             code_rows(inputs, buffers.residual, norm=norm, fine=True)
@@ -344,107 +370,6 @@ class DeviceLayer:
             first += weight.outputs
         return product
 
-    def _activate(
-        self,
-        mlp: DeviceMlp,
-        inputs: torch.Tensor,
-        norm: torch.Tensor | None,
-        buffers: Buffers,
-        *,
-        ready: bool,
-        tiles: Tiles | None = None,
-    ) -> tuple[torch.Tensor, CodedRows | None]:
-        """Compute an MLP up to the inputs of `down`; return those, and their codes if they are.
-
-        Args:
-            tiles: slots of experts, if it is all of them.
-        """
-        count, room = len(inputs), buffers.experts
-        if tiles is None:
-            width, coded = mlp.up.outputs, buffers.inner
-            inner = buffers.activated[: count * width].view(-1, width)
-        else:
-            assert self.router is not None
-            assert room is not None
-            inner, coded = room.slots(self.router.sizes, count)[0], room.inner
-        gated = mlp.gate is not None
-        few = count <= FEW_ROWS
-        linear(
-            inputs,
-            mlp.up if mlp.gate is None else mlp.gate,
-            inner,
-            buffers.rows,
-            norm=norm,
-            epsilon=self.epsilon,
-            bias=mlp.gate_bias if gated else mlp.up_bias,
-            activation=self.host.activation,
-            up=mlp.up if gated else None,
-            up_bias=mlp.up_bias if gated else None,
-            coded=buffers.residual if ready else None,
-            then=Next(coded) if few else None,
-            tiles=tiles,
-        )
-        return inner, coded if few else None
-
-    def _add_experts(
-        self, buffers: Buffers, router: DeviceRouter, *, ready: bool, then: Next | None
-    ) -> bool:
-        """Add what the router's experts give, and the shared one; see `_add`."""
-        room, shared, post = buffers.experts, None, self.post_mlp_norm
-        assert room is not None
-        inputs, norm = self._inputs(self.mlp_norm, buffers)
-        tiles = route(inputs, router, room, norm=norm, epsilon=self.epsilon)
-        inner, coded = self._activate(self.mlp, inputs, norm, buffers, ready=ready, tiles=tiles)
-        _, out = room.slots(router.sizes, len(inputs))
-        slots = replace(tiles, source=None)
-        linear(
-            inner, self.mlp.down, out, room.rows, bias=self.mlp.down_bias, coded=coded, tiles=slots
-        )
-        if self.shared is not None:
-            inner, coded = self._activate(self.shared, inputs, norm, buffers, ready=ready)
-            shared = buffers.states  # which has no inputs any longer
-            linear(inner, self.shared.down, shared, buffers.rows, coded=coded)
-        after = then if post is None else None
-        to = buffers.x if post is None else buffers.states
-        add_up(room, router, to, shared=shared, add=post is None, then=after)
-        if post is not None:
-            normalize(to, post, buffers.x, epsilon=self.epsilon, add=True)
-        return after is not None
-
-    def _inputs(
-        self, norm: DeviceNorm | None, buffers: Buffers
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows for the next product, and RMS norm weights if the product norms them."""
-        if norm is None or norm.bias is None:
-            return buffers.x, None if norm is None else norm.weight
-        normalize(buffers.x, norm, buffers.states, epsilon=self.epsilon)
-        return buffers.states, None
-
-    def _add(
-        self,
-        inputs: torch.Tensor,
-        weight: DevicePackedWeights,
-        bias: torch.Tensor | None,
-        norm: DeviceNorm | None,
-        buffers: Buffers,
-        *,
-        coded: CodedRows | None,
-        then: Next | None,
-    ) -> bool:
-        """Add the output of a linear layer, normalized if there is a norm, to the residual.
-
-        Returns:
-            Whether the residual was coded for what comes next.
-        """
-        out = buffers.x if norm is None else buffers.states
-        after = then if norm is None else None
-        linear(
-            inputs, weight, out, buffers.rows, bias=bias, add=norm is None, coded=coded, then=after
-        )
-        if norm is not None:
-            normalize(out, norm, buffers.x, epsilon=self.epsilon, add=True)
-        return after is not None
-
 
 def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> Next | None:
     """Return what takes the residual next, if it is a product behind an RMS norm."""
@@ -453,31 +378,15 @@ def _next(norm: DeviceNorm | None, buffers: Buffers, *, fine: bool = False) -> N
     return Next(buffers.residual, norm.weight, fine)
 
 
-def _shared(layer: LayerWeights, device: str) -> DeviceMlp | None:
-    if layer.shared is None:
-        return None
-    gate, up, down = (DevicePackedWeights.of(each, device) for each in layer.shared)
-    return DeviceMlp(gate=gate, up=up, down=down)
-
-
-def _device_router(layer: LayerWeights, device: str) -> DeviceRouter | None:
-    sizes, weight, bias = expert_sizes(layer), layer.router, layer.router_bias
-    if sizes is None or weight is None:
-        return None
-    if layer.shared_router is not None:
-        weight = np.concatenate([weight, layer.shared_router[None]])
-        bias = None if bias is None else np.append(bias, np.float32(0))
-    vectors = bias, layer.selection_bias, layer.expert_scale
-    on = (None if vector is None else on_device(vector, device) for vector in vectors)
-    return DeviceRouter(on_device(weight, device), sizes, *on)
-
-
 def _qkv_bias(layer: LayerWeights) -> Floats | None:
     """Join the biases of Q, K and V, with zeros for absent ones; None if all are absent."""
     if layer.q_bias is None and layer.k_bias is None and layer.v_bias is None:
         return None
-    q, k, v = layer.qkv
-    parts = ((q, layer.q_bias), (k, layer.k_bias), (v, layer.v_bias))
+    parts = (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
     return np.concatenate(
-        [np.zeros(of.outputs, np.float32) if bias is None else bias for of, bias in parts]
+        [
+            np.zeros(of.outputs, np.float32) if bias is None else bias
+            for of, bias in parts
+            if of is not None
+        ]
     )

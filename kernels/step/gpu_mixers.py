@@ -12,7 +12,7 @@ from edgellm.kernels.delta_net.gpu import DeviceDeltaNet
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceStateRows
 from edgellm.kernels.latent.gpu import DeviceLatent
-from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights, stackable
+from edgellm.kernels.linear.gpu import FEW_ROWS, DevicePackedWeights
 from edgellm.kernels.linear.gpu_rows import CodedRows
 from edgellm.kernels.linear.packed import PackedWeights
 from edgellm.kernels.mamba2.gpu import DeviceMamba2
@@ -95,21 +95,17 @@ def projections_of(layer: LayerWeights, device: str) -> list[Projection]:
     mixer = layer.mixer
     if isinstance(mixer, DeltaNetWeights):
         parts = {False: (mixer.qkv, mixer.z), True: (mixer.a, mixer.b)}
-        return [Projection(x, fine) for fine, of in parts.items() for x in _stacked(of, device)]
-    read: Sequence[PackedWeights] = layer.qkv if mixer is None else mixer.linears
-    if layer.latent is not None:
-        down, (_, k, v) = layer.latent.query_down, layer.qkv
-        read = (k, v) if down is None else (down, k, v)
-    stacked = _stacked(read, device)
-    last = stacked[-1] if mixer is None else None
+        return [
+            Projection(x, fine)
+            for fine, of in parts.items()
+            for x in DevicePackedWeights.runs(of, device)
+        ]
+    read: Sequence[PackedWeights | None] = (layer.q, layer.k, layer.v)
+    if mixer is not None:
+        read = mixer.linears
+    elif layer.latent is not None:
+        read = (layer.latent.query_down, layer.k, layer.v)
+    stacked = DevicePackedWeights.runs([each for each in read if each is not None], device)
+    # without K of its own, a layer has no V either
+    last = stacked[-1] if mixer is None and layer.k is not None else None
     return [Projection(each, each is last) for each in stacked]
-
-
-def _stacked(parts: Sequence[PackedWeights], device: str) -> list[DevicePackedWeights]:
-    runs = [[parts[0]]]
-    for panels in parts[1:]:
-        if stackable(runs[-1][-1], panels):
-            runs[-1].append(panels)
-        else:
-            runs.append([panels])
-    return [DevicePackedWeights.stacked(run, device) for run in runs]

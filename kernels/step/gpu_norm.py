@@ -25,6 +25,11 @@ class DeviceNorm:
         return cls(on_device(weight, device), None if bias is None else on_device(bias, device))
 
 
+def norm_of(weight: Floats | None, bias: Floats | None, device: str) -> DeviceNorm | None:
+    """Move a norm to the device, if there is one."""
+    return None if weight is None else DeviceNorm.of(weight, bias, device)
+
+
 @triton.jit
 def norm_kernel(
     x_ptr: tl.tensor,
@@ -33,6 +38,7 @@ def norm_kernel(
     y_ptr: tl.tensor,
     width: tl.tensor,
     epsilon: tl.tensor,
+    scale: tl.tensor,
     LAYER: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,13 +76,23 @@ def norm_kernel(
             y += tl.load(bias_ptr + k, mask=inside, other=0.0)
         if ADD:
             y += tl.load(y_ptr + k, mask=inside, other=0.0)
-        tl.store(y_ptr + k, y, mask=inside)
+        tl.store(y_ptr + k, y * scale, mask=inside)
 
 
 def normalize(
-    x: torch.Tensor, norm: DeviceNorm, y: torch.Tensor, *, epsilon: float, add: bool = False
+    x: torch.Tensor,
+    norm: DeviceNorm,
+    y: torch.Tensor,
+    *,
+    epsilon: float,
+    add: bool = False,
+    scale: float = 1.0,
 ) -> None:
-    """Normalize rows `x` `[M, E]` into `y`, which may be `x`, or add the result to `y`."""
+    """Normalize rows `x` `[M, E]` into `y`, which may be `x`, or add the result to `y`.
+
+    Args:
+        scale: factor of what `y` is then.
+    """
     rows, width = x.shape
     norm_kernel[(rows,)](
         x,
@@ -85,6 +101,7 @@ def normalize(
         y,
         width,
         epsilon,
+        scale,
         LAYER=norm.bias is not None,
         ADD=add,
         BLOCK=min(4096, triton.next_power_of_2(width)),

@@ -418,18 +418,18 @@ class FusedStep:
         return states, logits[:, : weights.head.outputs]
 
     def experts(self, layer: int, x: Floats, *, threads: int = 1) -> Floats:
-        """Take normalized rows `[n, E]` through a layer's experts, a shared one among them.
+        """Take rows `[n, E]` through a layer's experts, a shared one among them.
 
-        The results of a row have the same bits with any number of other rows.
+        The rows are normalized, but where an MLP stands beside the experts, each behind a norm of
+        its own: these are rows of the residual, and both are added. The results of a row have the
+        same bits with any number of other rows.
 
         Raises:
-            ValueError: the layer has no experts, or an MLP beside them, or the rows have another
-                width.
+            ValueError: the layer has no experts, or the rows have another width.
         """
         hidden = self._weights.embedding.inputs
-        here = self._weights.layers[layer]
-        if here.routing is None or here.experts_norm is not None:
-            raise ValueError(f"layer {layer} has no experts, or an MLP beside them")
+        if self._weights.layers[layer].routing is None:
+            raise ValueError(f"layer {layer} has no experts")
         if x.ndim != 2 or x.shape[1] != hidden:
             raise ValueError(f"rows are {x.shape}; needed are {hidden} numbers in each")
         rows = np.ascontiguousarray(x, np.float32)

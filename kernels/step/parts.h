@@ -7,7 +7,6 @@
 #include "../attention/cpu.h"
 #include "../lora/cpu.h"
 #include "mlp.h"
-#include "layer_input.h"
 #include "../delta_net/cpu.h"
 #include "../experts/cpu.h"
 #include "../latent/cpu.h"

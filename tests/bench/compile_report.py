@@ -10,33 +10,23 @@ recorded and compiled. So there is no second list of kernels and settings that c
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import cycle
 from multiprocessing import get_context
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import click
 import numpy as np
-import torch
-import triton
+from kernel_launches import Launch, Usage, compile_for, recorded_launches
 from numpy.typing import NDArray
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
+from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.experts import Routing
-from edgellm.kernels.gpu.early import OLDEST
 from edgellm.kernels.gpu.elementwise import Activation
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
@@ -50,23 +40,21 @@ from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
 from edgellm.kernels.step.span import StepSpan
-from edgellm.kernels.step.weights import LayerWeights, StateMixer, Weights
+from edgellm.kernels.step.weights import (
+    Laurel,
+    LayerInput,
+    LayerTable,
+    LayerWeights,
+    StateMixer,
+    Weights,
+)
 
 TARGETS = ("sm_80", "sm_86", "sm_90")
 # Shared memory that a program can have, in KiB (CUDA C++ Programming Guide, "Compute
 # Capabilities").
 _SHARED_KIB = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_120": 99}
-_TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-}
 # Constants of kernels that are sizes of a model, which registers do not depend on much.
 _SIZES = {"BLOCK", "GROUPS", "GROUP", "SPAN", "HADAMARD", "FIELDS"}
-_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +76,13 @@ class Shape:
         beside: whether that mixer, a Mamba-2, is beside attention in its layers.
         latent: width of the latents that heads attend to, whose keys have 128 numbers beside what
             RoPE turns; 0: there are none.
+        wide: KV heads and head_dim of every second layer, and whether its V is made of K; None:
+            they are those of the others, without norms of V.
+        layer_width: width of embeddings for each layer, of which the last ones read K and V of
+            others then; 0: there are none.
+        mlp_beside: whether the shared expert is an MLP beside the others.
+        streams: number of residual streams, beside which layers have laurels, and every second one
+            an MLP with a cutoff; 1: all that is absent.
     """
 
     hidden: int
@@ -109,6 +104,10 @@ class Shape:
     mixer: Literal["short_conv", "delta_net", "mamba2"] | None = None
     beside: bool = False
     latent: int = 0
+    wide: tuple[int, int, bool] | None = None
+    layer_width: int = 0
+    mlp_beside: bool = False
+    streams: int = 1
 
     def fits(self, kind: Kind) -> bool:
         """Whether weights of these shapes can be quantized in the kind."""
@@ -170,48 +169,35 @@ SHAPES = {
         shared=2816,
         latent=512,
     ),
+    "Gemma-4-E2B": Shape(
+        *(1536, 6144, 8, 1, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(1, 512, False),
+        layer_width=256,
+    ),
+    "Gemma-3n-E2B": Shape(
+        *(2048, 8192, 8, 2, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(2, 256, False),
+        layer_width=256,
+        streams=4,
+    ),
+    "Gemma-4-26B-A4B": Shape(
+        *(2816, 704, 16, 8, 256),
+        post_norms=True,
+        activation="gelu_tanh",
+        head_norms="each",
+        wide=(2, 512, True),
+        routing=Routing(experts=128, used=8, scaled=True),
+        shared=2112,
+        mlp_beside=True,
+    ),
     "Mixtral-8x7B": Shape(4096, 14336, 32, 8, 128, routing=Routing(experts=8, used=2)),
 }
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Kernel, and everything that its machine code depends on."""
-
-    kernel: JITFunction[Any]
-    signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    aligned: tuple[int, ...]
-    warps: int
-    fusion: bool
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
-
-    @property
-    def settings(self) -> str:
-        return " ".join(
-            f"{name}={value.name if isinstance(value, Kind) else value}"
-            for name, value in self.constants
-        )
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Resources of a compiled kernel.
-
-    Attributes:
-        registers: registers of a thread.
-        spilled: bytes of a thread that did not fit into registers.
-        shared: bytes of shared memory of a program.
-        loop: number of instructions of the longest loop, by their names.
-    """
-
-    registers: int
-    spilled: int
-    shared: int
-    loop: Mapping[str, int]
 
 
 def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Launch]:
@@ -221,7 +207,7 @@ def launches(shape: Shape, format: KVFormat, kinds: Sequence[Kind]) -> list[Laun
         kinds: kinds of weights, which take turns in the layers.
     """
     step, pools = _step(shape, format, kinds)
-    with _recorded() as recorded:
+    with recorded_launches() as recorded:
         # 17 to 32 rows are left out: gate and up of SmolLM2-135M in int4_affine spill 64 bytes on
         # sm_80 there, where 16 warps share the registers
         for counts in ([1], [5], [16], [100], [1, 1], [1, 100]):
@@ -237,20 +223,6 @@ def _span(count: int, pools: Sequence[DevicePool]) -> StepSpan:
     ]
     tables = [[0, 1, 2, 3]] * len(pools)
     return StepSpan(tables=tables, tokens=[0] * count, start=0, logit_rows=1, states=views)
-
-
-def compile_for(launch: Launch, target: str) -> Usage:
-    """Compile a launch for a target such as `sm_90`, and return its use of resources."""
-    constants = dict(launch.constants)
-    number = int(target.removeprefix("sm_"))
-    if "EARLY" in constants:
-        constants["EARLY"] = (number // 10, number % 10) >= OLDEST
-    signature = {name: dict(launch.signature).get(name, "constexpr") for name in _names(launch)}
-    attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.warps, "enable_fp_fusion": launch.fusion}
-    compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
-    return _usage(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
 @click.command()
@@ -328,81 +300,6 @@ def _compile_task(task: tuple[str, int, str], *, formats: str, kinds: str) -> Us
     return compile_for(_all_launches(model, formats, kinds)[index], target)
 
 
-@contextmanager
-def _recorded() -> Iterator[list[Launch]]:
-    """Record launches in the yielded list instead of running them."""
-    recorded: list[Launch] = []
-
-    def record(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
-        recorded.append(_launch(kernel, args, options))
-
-    original = JITFunction.run
-    JITFunction.run = record
-    try:
-        yield recorded
-    finally:
-        JITFunction.run = original
-
-
-def _launch(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, Any]) -> Launch:
-    signature, constants, aligned = [], [], []
-    for index, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
-        if isinstance(value, torch.Tensor):
-            signature.append((name, _TYPES[value.dtype]))
-            aligned.append(index)
-        elif isinstance(value, int):
-            specialized = not kernel.params[index].do_not_specialize
-            if specialized and value == 1:
-                constants.append((name, 1))  # as Triton does it
-                continue
-            signature.append((name, "i32"))
-            if specialized and value % 16 == 0:
-                aligned.append(index)
-        else:
-            signature.append((name, "fp32"))
-    constants += [(name, value) for name, value in options.items() if name in kernel.arg_names]
-    warps = int(options.get("num_warps", _WARPS))
-    fusion = bool(options.get("enable_fp_fusion", True))
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps, fusion)
-
-
-def _names(launch: Launch) -> Sequence[str]:
-    return list(launch.kernel.arg_names)
-
-
-def _usage(cubin: bytes, shared: int) -> Usage:
-    """Return a kernel's use of resources."""
-    shown = _shown(cubin, "cuobjdump", "-res-usage")
-    numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", shown)}
-    spilled = numbers["STACK"] + numbers["LOCAL"]
-    return Usage(numbers["REG"], spilled, shared, _longest_loop(_shown(cubin, "nvdisasm", "-c")))
-
-
-def _shown(cubin: bytes, tool: str, option: str) -> str:
-    """Return the output of one of NVIDIA's tools, which Triton brings along."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [path, option, file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
-def _longest_loop(assembly: str) -> Mapping[str, int]:
-    """Count the instructions before the backward branch that goes farthest, the commonest first."""
-    labels, names, longest = dict[str, int](), list[str](), list[str]()
-    for line in assembly.splitlines():
-        if label := re.match(r"(\.L\w+):", line):
-            labels[label[1]] = len(names)
-        if found := re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ +)?(\w+)(.*);", line):
-            names.append(found[1])
-            target = re.search(r"\.L\w+", found[2]) if found[1] == "BRA" else None
-            if target and len(names) - labels.get(target[0], len(names)) > len(longest):
-                longest = names[labels[target[0]] :]
-    return dict(Counter(longest).most_common())
-
-
 def _step(
     shape: Shape, format: KVFormat, kinds: Sequence[Kind]
 ) -> tuple[DeviceStep, Sequence[DevicePool]]:
@@ -410,6 +307,8 @@ def _step(
     layers = [_layer(shape, turns) for _ in range(max(2, -(-len(kinds) // 7)))]
     if shape.latent:
         layers = [_with_latents(shape, layer, turns) for layer in layers]
+    if shape.wide is not None:
+        layers = _gemma4(shape, shape.wide, turns)
     if shape.mixer is not None:
         layers[1::2] = [_with_mixer(shape, layer, turns) for layer in layers[1::2]]
     hidden = shape.hidden
@@ -421,22 +320,98 @@ def _step(
         head=_zeros(256, hidden, KINDS["int8_symmetric"]),
         epsilon=1e-5,
         logit_softcap=30.0 if shape.softcap else None,
+        layer_table=_layer_table(shape, len(layers), next(turns)),
+        streams=_streams(shape, next(turns)),
     )
     angles = np.zeros((512, shape.head_dim // 2), np.float32)
-    host = allocate(
-        format=format,
-        blocks=4,
-        layers=sum(layer.mixer is None for layer in layers),
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        latent=shape.latent,
-    )
-    pools: list[DevicePool] = [DeviceBlocks.like(host, "cpu")]
+    pools = _pools(shape, format, layers)
     mixers = [mixer for x in layers if (mixer := x.beside or x.mixer) is not None]
     if mixers:
         states = allocate_states(blocks=1, layers=len(mixers), elements=mixers[0].state_size)
         pools.append(DeviceStates.like(states, "cpu"))
     return DeviceStep(weights, [RopeTable(angles, angles)], pools, "cpu"), pools
+
+
+def _pools(shape: Shape, format: KVFormat, layers: Sequence[LayerWeights]) -> list[DevicePool]:
+    """Return pools of K and V for the layers that attend; wide ones have their own."""
+    kinds = [(shape.kv_heads, shape.head_dim)] + ([shape.wide[:2]] if shape.wide else [])
+    return [
+        DeviceBlocks.like(
+            allocate(
+                format=format,
+                blocks=4,
+                layers=sum(pool in layer.pools and layer.mixer is None for layer in layers),
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                latent=shape.latent,
+            ),
+            "cpu",
+        )
+        for pool, (kv_heads, head_dim) in enumerate(kinds)
+    ]
+
+
+def _gemma4(shape: Shape, wide: tuple[int, int, bool], turns: Iterator[Kind]) -> list[LayerWeights]:
+    """Return layers of both widths of heads, and those that read their K and V."""
+    other = replace(shape, kv_heads=wide[0], head_dim=wide[1])
+    layers = []
+    for index in range(4 if shape.layer_width else 2):
+        here = other if index % 2 else shape
+        layer = replace(_layer(here, turns), pool=index % 2, output_scale=0.5, scale=1.0)
+        if index > 1:
+            layer = replace(layer, k=None, v=None, kv_from=index - 2)
+        elif wide[2] and index % 2:
+            layer = replace(layer, v=None)
+        if shape.layer_width:
+            layer = replace(layer, input=_input(shape, turns))
+        if shape.streams > 1:
+            layer = _with_streams(shape, layer, turns)
+            layer = replace(layer, output_scale=1.0, cutoff=1.6 if index % 2 else None)
+        layers.append(layer)
+    return layers
+
+
+def _with_streams(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
+    """Return a layer with a laurel of rank 64, and weights around streams."""
+    hidden, count = shape.hidden, shape.streams
+    ones = np.ones(hidden, np.float32)
+    return replace(
+        layer,
+        laurel=Laurel(
+            left=_zeros(64, hidden, next(turns)),
+            right=_zeros(hidden, 64, KINDS["int8_symmetric"]),
+            post_norm=ones,
+        ),
+        altup=AltUpWeights(
+            router_norm=ones,
+            router=np.ones((count, hidden), np.float32),
+            predict=np.ones((count * count, count), np.float32),
+            correct=np.ones((count, count), np.float32),
+            scale=ones,
+        ),
+    )
+
+
+def _input(shape: Shape, turns: Iterator[Kind]) -> LayerInput:
+    width, hidden = shape.layer_width, shape.hidden
+    context, gate = (_zeros(width, hidden, next(turns)) for _ in range(2))
+    output = _zeros(hidden, width, next(turns))
+    ones = np.ones(hidden, np.float32)
+    return LayerInput(context=context, gate=gate, output=output, post_norm=ones)
+
+
+def _streams(shape: Shape, kind: Kind) -> Streams | None:
+    if shape.streams == 1:
+        return None
+    enter, leave = (_zeros((shape.streams - 1) * shape.hidden, shape.hidden, kind) for _ in "ab")
+    return Streams(enter=enter, leave=leave)
+
+
+def _layer_table(shape: Shape, layers: int, kind: Kind) -> LayerTable | None:
+    if not shape.layer_width:
+        return None
+    table = _zeros(16 * layers, shape.layer_width, kind)
+    return LayerTable(table=table, norm=np.ones(shape.layer_width, np.float32))
 
 
 def _with_mixer(shape: Shape, layer: LayerWeights, turns: Iterator[Kind]) -> LayerWeights:
@@ -547,6 +522,11 @@ def _layer(shape: Shape, turns: Iterator[Kind]) -> LayerWeights:
         shared_up=panels(shape.shared, hidden) if shape.shared else None,
         shared_down=panels(hidden, shape.shared) if shape.shared else None,
         shared_router=vector(hidden, shape.share),
+        expert_scale=vector(experts, shape.routing is not None and shape.routing.scaled),
+        shared_post_norm=vector(hidden, shape.mlp_beside),
+        experts_post_norm=vector(hidden, shape.mlp_beside),
+        experts_norm=vector(hidden, shape.mlp_beside),
+        router_norm=vector(hidden, shape.mlp_beside),
         sinks=vector(shape.heads, shape.sinks),
         head_norms=_head_norms(shape),
         activation=shape.activation,
@@ -560,7 +540,13 @@ def _head_norms(shape: Shape) -> HeadNorms | None:
         return None
     heads = (shape.heads, shape.kv_heads) if order == "whole" else (1, 1)
     q, k = (np.ones(count * shape.head_dim, np.float32) for count in heads)
-    return HeadNorms(q=q, k=k, epsilon=1e-5, after_rope=order == "after_rope")
+    return HeadNorms(
+        q=q,
+        k=k,
+        epsilon=1e-5,
+        after_rope=order == "after_rope",
+        values=shape.wide is not None,
+    )
 
 
 def _zeros(outputs: int, inputs: int, kind: Kind) -> PackedWeights:

@@ -32,6 +32,7 @@ from edgellm.engine.one_sequence import compute_prompt
 from edgellm.errors import EdgeLLMError
 from edgellm.kernels import rope
 from edgellm.kernels.attention.gpu import Partials, attend
+from edgellm.kernels.attention.gpu_tiles import Tiling
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.experts.gpu import DeviceRouter, ExpertBuffers, ExpertSizes, add_up, route
 from edgellm.kernels.gpu.device import device_name, interpreted, require
@@ -224,18 +225,14 @@ def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> N
     for format in ("int8", "int4", "f16"):
         blocks = pool(shape, depth + 1, format, device, layers=1)
         q = torch.randn((1, shape.heads, shape.head_dim), device=device)
-        partials = Partials.empty(
-            tokens=1,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            device=device,
-        )
+        kinds = [(shape.heads, shape.kv_heads, shape.head_dim)]
+        partials = Partials.empty(tokens=1, kinds=kinds, device=device)
+        tiling = Tiling.of(blocks, shape.heads)
         inputs = SpanInputs(
-            [blocks], heads=shape.heads, rows=1, positions=depth + 1, vocabulary=2, device=device
+            [blocks], tilings=[tiling], rows=1, positions=depth + 1, vocabulary=2, device=device
         )
         inputs.set([_span(range(len(blocks.k)), 1, depth)])
-        tables, work = inputs.places[0].tables, inputs.work([1])
+        tables, work = inputs.places[0].tables, inputs.work([1])[tiling]
         run = _bound(attend, blocks, tables, 0, q, work, torch.empty_like(q), partials)
         size = blocks.host.nbytes * depth // (len(blocks.k) * BLOCK)
         show_kernel(f"attention {format} @{depth}", seconds(run), size, bandwidth)

@@ -29,10 +29,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from edgellm.backends.batch import StepBackend
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.native import NativeModel
 from edgellm.backends.segments import ChunkBuffers
-from edgellm.backends.step_backend import StepBackend
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
 

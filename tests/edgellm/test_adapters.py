@@ -13,8 +13,8 @@ import pytest
 from inspection import commands, context
 from requirements import unavailable
 from tiny_adapters import ALPHA, Pairs, merged, pairs_of, write_gguf_adapter, write_peft
-from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import make, save_tokenizer
 from waiting import until
 
 from edgellm.backends.batch import Span

@@ -15,9 +15,8 @@ from edgellm import (
     OptionError,
     Progress,
 )
-from edgellm.backends.batch import Rows
+from edgellm.backends.batch import Rows, StepBackend
 from edgellm.backends.registry import TRITON
-from edgellm.backends.step_backend import StepBackend
 from edgellm.cache.groups import STEP_ROWS
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.kernels.native import library

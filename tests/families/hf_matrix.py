@@ -24,7 +24,7 @@ from hf_formats import FORMATS, LIBRARIES
 from hf_golden import CASES, array, write_tensors
 from hf_weights import write_safetensors
 from matrix import errors_of, replace_table, usable
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint

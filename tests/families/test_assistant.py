@@ -10,12 +10,13 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from inspection import draft_with, running, used_blocks, watch_steps
+from inspection import draft_with
 from matrix import usable
+from mtp_checks import GREEDY, SAMPLED, check_preempted_and_shifting, check_same, watch_drafts
 from rounded_weights import round_weights
 from safetensors.numpy import load_file
-from tiny_families import make, perturb, save_tokenizer
 from tiny_gguf import gemma4_attention, with_vocabulary, write
+from tiny_models import make, perturb, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.engine.mtp import AssistantDrafter, MtpHead
@@ -31,8 +32,6 @@ pytestmark = pytest.mark.skipif(not usable("C++"), reason="it needs the C++ kern
 VOCABULARY, WINDOW = 320, 24
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 512, "sliding_window": WINDOW}
 TOKENS = np.random.default_rng(0).integers(3, 256, 400).tolist()
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
-SAMPLED = GREEDY | {"temperature": 0.9, "seed": 5}
 KINDS = ("sliding_attention", "full_attention")
 
 
@@ -195,16 +194,7 @@ def test_drafts_are_those_of_the_published_one(
 ) -> None:
     """In a chat, whose next turn begins in the KV cache, and behind rejected drafts."""
     path, draft, judge = pair
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = AssistantDrafter.propose
-
-    def noting(self: AssistantDrafter, tokens: Sequence[int], count: int) -> list[int]:
-        guess = propose(self, tokens, count)
-        seen.append((list(tokens), guess))
-        return guess
-
-    monkeypatch.setattr(AssistantDrafter, "propose", noting)
-    draft_with(monkeypatch, "mtp")
+    seen = watch_drafts(monkeypatch, AssistantDrafter)
     with load(path, draft=draft, kv_format="f32", draft_p_min=0) as llm, llm.session() as session:
         for begin in (0, 100):
             session.append(TOKENS[begin : begin + 20])
@@ -224,21 +214,9 @@ def test_drafts_are_those_of_the_published_one(
 def test_the_answer_is_the_same(
     kind: str, options: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """With drafts and without, one after the other and together."""
     path, draft, _ = request.getfixturevalue(kind)
-    prompts = [TOKENS[i : i + length] for i, length in enumerate((2, 100, 260))]
-    with load(path, draft=draft, draft_p_min=0) as llm, pytest.MonkeyPatch.context() as patch:
-        plain = [llm.generate(each, **options, speculate=False) for each in prompts]
-        draft_with(patch, "mtp")
-        for prompt, expected in zip(prompts, plain, strict=True):
-            found = llm.generate(prompt, **options)
-            assert found.tokens == expected.tokens
-            assert found.logprobs == expected.logprobs
-            assert found.stats.draft_failure == ""
-            assert found.stats.drafts["mtp"].drafted > 10
-        together = {a.index: a.result() for a in llm.batch(prompts, **options)}
-        assert [together[i].tokens for i in range(3)] == [each.tokens for each in plain]
-        assert used_blocks(llm) == 0
+    with load(path, draft=draft, draft_p_min=0) as llm:
+        check_same(llm, TOKENS, options)
 
 
 def test_one_that_is_right_is_accepted(right: tuple[str, str, Judge]) -> None:
@@ -257,26 +235,8 @@ def test_one_that_is_right_is_accepted(right: tuple[str, str, Judge]) -> None:
 def test_an_answer_that_is_preempted_or_shifts(
     right: tuple[str, str, Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shift = GREEDY | {"max_tokens": 300, "context_policy": "shift", "keep": 3}
-    shift["repetition_limit"] = 0
     with load(right[0], draft=right[1], ctx_size=256, draft_p_min=0) as llm:
-        expected = llm.generate(TOKENS[:200], speculate=False, **shift)
-        draft_with(monkeypatch, "mtp")
-        steps = iter(range(1000))
-
-        def preempting(step: Any) -> None:
-            step()
-            if next(steps) == 20:
-                for each in running(llm):
-                    each.preempt()
-
-        watch_steps(llm, monkeypatch, preempting)
-        found = llm.generate(TOKENS[:200], **shift)
-    assert found.stats.preempted == 1
-    assert found.stats.dropped_tokens > 0
-    assert found.tokens == expected.tokens
-    counts = found.stats.drafts["mtp"]
-    assert counts.accepted > 0.8 * counts.drafted > 150
+        check_preempted_and_shifting(llm, TOKENS[:200], monkeypatch)
 
 
 def file_of(folder: Path) -> Path:

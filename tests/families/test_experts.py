@@ -17,8 +17,8 @@ import pytest
 from click.testing import CliRunner
 from matrix import MEDIAN, usable
 from rounded_weights import found, round_weights
-from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.cli.main import edgellm
 from edgellm.export import export

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matrix import usable
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm.cache.groups import CacheGroup, cache_bytes, cache_groups
 from edgellm.errors import UnsupportedModelError

@@ -12,7 +12,7 @@ from edgellm.store.precision_support import needs_host
 # Triton's interpreter takes 15 s for each; its tests of the step have the other parts.
 TRITON = (
     *("gemma3_text", "qwen3_moe_mixed", "gpt_oss", "lfm2_narrow", "qwen3_5_text_even"),
-    *("falcon_h1", "glm4_moe_lite"),
+    *("falcon_h1", "glm4_moe_lite", "gemma4_text", "gemma4_experts"),
 )
 PLAIN_EXPERTS = ("qwen3_moe", "qwen3_moe_mixed", "olmoe", "mixtral", "granitemoe")
 SPECIAL_EXPERTS = (
@@ -30,7 +30,7 @@ WITH_STATES = ("lfm2", "lfm2_narrow", *MAMBAS, *DELTA_NETS)
 SHARING = ("gemma3n_text", "gemma4_text", "gemma4_unified")
 NATIVE_ALONE = (*SPECIAL_EXPERTS, *WITH_STATES, *SHARING)
 # Families of which the median token is judged.
-UNSTEADY = (*PLAIN_EXPERTS, *SPECIAL_EXPERTS, *DELTA_NETS)
+UNSTEADY = (*PLAIN_EXPERTS, *SPECIAL_EXPERTS, *DELTA_NETS, "falcon_h1_normed")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -15,12 +14,13 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from inspection import draft_with, drafts_of, running, used_blocks, watch_steps
+from inspection import draft_with, drafts_of, used_blocks
 from matrix import usable
+from mtp_checks import GREEDY, SAMPLED, check_preempted_and_shifting, check_same, watch_drafts
 from rounded_weights import round_weights
 from safetensors.numpy import load_file, save_file
-from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, PLUS_ONE, VOCABULARY, convert, qwen35, stacked, with_vocabulary
+from tiny_models import make, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.backends.mtp import MtpModel
@@ -37,8 +37,6 @@ from edgellm.store.manifest import MANIFEST
 pytestmark = pytest.mark.skipif(not usable("C++"), reason="states need the C++ kernels")
 
 TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, 400).tolist()
-GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
-SAMPLED = GREEDY | {"temperature": 0.9, "seed": 5}
 SIZES = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}
 HEAD = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 COMBINE, NORMS = (
@@ -280,16 +278,7 @@ def test_drafts_are_those_of_the_published_head(
 ) -> None:
     """Each row with the hidden state before it, whatever was accepted; its own behind the end."""
     path, judge = case
-    seen: list[tuple[list[int], list[int]]] = []
-    propose = MtpDrafter.propose
-
-    def noting(self: MtpDrafter, tokens: Sequence[int], count: int) -> list[int]:
-        draft = propose(self, tokens, count)
-        seen.append((list(tokens), draft))
-        return draft
-
-    monkeypatch.setattr(MtpDrafter, "propose", noting)
-    draft_with(monkeypatch, "mtp")
+    seen = watch_drafts(monkeypatch, MtpDrafter)
     with load(path, kv_format="f32", draft_p_min=0) as llm, llm.session() as session:
         for begin in (0, 100):  # the second turn begins in the KV cache
             session.append(TOKENS[begin : begin + 20])
@@ -309,32 +298,20 @@ def test_drafts_are_those_of_the_published_head(
     "options", [SAMPLED, pytest.param(GREEDY, marks=pytest.mark.slow)], ids=["sampled", "greedy"]
 )
 def test_the_answer_is_the_same(case: tuple[str, Judge], options: dict[str, Any]) -> None:
-    check_same(case[0], options)
+    check_path(case[0], options)
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_answer_is_the_same_with_drafts_that_are_right(
     right: str, options: dict[str, Any]
 ) -> None:
-    check_same(right, options)
+    check_path(right, options)
 
 
-def check_same(path: str, options: dict[str, Any]) -> None:
-    """Answers with drafts and without, one after the other and together."""
-    prompts = [TOKENS[i : i + length] for i, length in enumerate((2, 100, 260))]
+def check_path(path: str, options: dict[str, Any]) -> None:
     with load(path, draft_p_min=0) as llm:
-        plain = [llm.generate(p, **options, speculate=False) for p in prompts]
-        with pytest.MonkeyPatch.context() as patch:
-            draft_with(patch, "mtp")
-            for prompt, expected in zip(prompts, plain, strict=True):
-                found = llm.generate(prompt, **options)
-                assert found.tokens == expected.tokens
-                assert found.logprobs == expected.logprobs
-                assert found.stats.draft_failure == ""
-                assert found.stats.drafts["mtp"].drafted > 10
-            together = {a.index: a.result() for a in llm.batch(prompts, **options)}
-        assert [together[i].tokens for i in range(3)] == [each.tokens for each in plain]
-        assert used_blocks(drafts_of(llm)) == used_blocks(llm) == 0
+        check_same(llm, TOKENS, options)
+        assert used_blocks(drafts_of(llm)) == 0
 
 
 def test_a_head_that_is_right_is_accepted(right: str) -> None:
@@ -377,28 +354,9 @@ def test_where_an_answer_begins_in_the_kv_cache(right: str, forgets: bool) -> No
 
 
 def test_an_answer_that_is_preempted_or_shifts(right: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its hidden states are computed again, or are not those of the same tokens."""
-    shift = GREEDY | {"max_tokens": 300, "context_policy": "shift", "keep": 3}
-    shift["repetition_limit"] = 0
     with load(right, ctx_size=256, draft_p_min=0) as llm:
-        expected = llm.generate(TOKENS[:200], speculate=False, **shift)
-        draft_with(monkeypatch, "mtp")
-        steps = itertools.count()
-
-        def preempting(step: Any) -> None:
-            step()
-            if next(steps) == 20:
-                for request in running(llm):
-                    request.preempt()
-
-        watch_steps(llm, monkeypatch, preempting)
-        found = llm.generate(TOKENS[:200], **shift)
-        assert found.stats.preempted == 1
-        assert found.stats.dropped_tokens > 0
-        assert found.tokens == expected.tokens
-        counts = found.stats.drafts["mtp"]
-        assert counts.accepted > 0.8 * counts.drafted > 150
-        assert used_blocks(drafts_of(llm)) == used_blocks(llm) == 0
+        check_preempted_and_shifting(llm, TOKENS[:200], monkeypatch)
+        assert used_blocks(drafts_of(llm)) == 0
 
 
 def test_answers_that_fork(right: str, monkeypatch: pytest.MonkeyPatch) -> None:

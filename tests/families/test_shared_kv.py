@@ -1,5 +1,5 @@
-"""Gemma 4 and 3n on the C++ kernels: layers that read K and V of others, embeddings for each layer;
-in Gemma 3n several residual streams.
+"""Gemma 4 and 3n: layers that read K and V of others, and embeddings for each layer; in Gemma 3n
+several residual streams, too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import pytest
 from inspection import used_blocks
 from matrix import usable
 from rounded_weights import found, round_weights
-from tiny_families import logits, make, save_tokenizer
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.backends.native import NativeModel
 from edgellm.cache.groups import cache_bytes, cache_groups, places
+from edgellm.engine.one_sequence import compute_prompt, compute_tokens
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.config import ModelConfig
@@ -201,6 +202,34 @@ def test_rows_that_leave_early_change_nothing(start: Start) -> None:
         assert not ours.hidden[:begin].any()
         for a, b in zip(ours.logits, theirs.logits, strict=True):
             np.testing.assert_array_equal(a.scores, b.scores)
+
+
+@pytest.mark.triton
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_triton_goes_on_and_back_from_what_the_host_computed(
+    model: tuple[Any, Path], start: Start, triton_device: str
+) -> None:
+    """Over the end of a block, in two sequences at once, and behind a rewind on the device."""
+    options: dict[str, Any] = {"prefill": "native", "decode": "triton", "kv_format": "f32"}
+    llm = start(**options)
+    expected = logits(model[0], TOKENS[:131])
+    cache, decoder = llm.engine.cache, llm.engine.decoder
+    sequence = cache.sequence()
+    found = [compute_prompt(llm.engine.prefill, TOKENS[:127], sequence)[None]]
+    found.append(compute_tokens(decoder, TOKENS[127:130], sequence))
+    fork = sequence.fork()
+    both = decoder.run([Span(each, TOKENS[130:131], logit_rows=1) for each in (sequence, fork)])
+    once, again = (each.logits[0].scores for each in both)
+    np.testing.assert_array_equal(again, once)
+    fork.truncate(126)
+    np.testing.assert_allclose(
+        compute_tokens(decoder, TOKENS[126:131], fork)[-1], once, atol=0.02 * np.abs(once).max()
+    )
+    rows = np.concatenate([*found, once[None]])
+    errors = np.abs(rows - expected[[126, 127, 128, 129, 130]])
+    assert errors.max() < 0.1 * np.abs(expected).max()
+    for each in (sequence, fork):
+        each.close()
 
 
 def test_quality_has_a_reference(start: Start) -> None:

@@ -20,8 +20,8 @@ from click.testing import CliRunner
 from inspection import draft_as, draft_with, drafts_of, used_blocks
 from matrix import unsteady, usable
 from rounded_weights import found, round_weights
-from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.cli.main import edgellm
 from edgellm.engine.context import forgotten

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from matrix import usable
 from rounded_weights import round_weights
-from tiny_families import logits, make, save_tokenizer
 from tiny_gguf import VOCABULARY
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.backends.batch import Span
 from edgellm.cache.sequence import Sequence

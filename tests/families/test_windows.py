@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from inspection import cached_prefix, until_kept, used_blocks
 from matrix import ALLOWED, BACKENDS, CHUNK, usable
-from tiny_families import logits, make, save_tokenizer
+from tiny_models import logits, make, save_tokenizer
 
 from edgellm.cache.group_table import GroupTable
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens

@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 from hf_weights import Integers, write_safetensors
 from safetensors.numpy import load_file, save_file
-from tiny_families import make
 from tiny_gguf import FILES, convert
+from tiny_models import make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig, repeated
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope, SharedExpert
-from edgellm.graphs.stack import stacked
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, stacked
 from edgellm.graphs.tensors import (
     layer_tensors,
     multiplied_parameters,

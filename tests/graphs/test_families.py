@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from random_checkpoint import exact
 from safetensors.numpy import load_file, save_file
-from tiny_families import FAMILIES, logits, make
+from tiny_families import FAMILIES
+from tiny_models import logits, make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import architecture, supported

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from tiny_families import make
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import make
 
 from edgellm.backends.selection import Selection
 from edgellm.cache.groups import cache_groups

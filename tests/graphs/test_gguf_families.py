@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny_gguf
 from random_checkpoint import exact
-from tiny_families import make
 from tiny_gguf import FILES, Keys, convert, falcon_h1, qwen35, write
+from tiny_models import make
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import Checkpoint, open_checkpoint

@@ -13,7 +13,7 @@ import pytest
 from hf_formats import described
 from hf_weights import Parts, fp8, write_safetensors
 from safetensors.numpy import load_file, save_file
-from tiny_families import make
+from tiny_models import make
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint

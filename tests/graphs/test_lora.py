@@ -23,8 +23,9 @@ from tiny_adapters import (
     write_mlx,
     write_peft,
 )
-from tiny_families import FAMILIES, make
+from tiny_families import FAMILIES
 from tiny_gguf import FILES, convert, qwen35
+from tiny_models import make
 
 from edgellm.errors import EdgeLLMError, ModelFormatError, UnsupportedModelError
 from edgellm.graphs.checkpoint import open_checkpoint

@@ -13,8 +13,8 @@ import pytest
 from hf_weights import E2M1, mlx_affine, mlx_mxfp4, words, write_safetensors
 from random_checkpoint import exact
 from safetensors.numpy import load_file
-from tiny_families import logits, make
 from tiny_gguf import FILES, convert
+from tiny_models import logits, make
 
 from edgellm.errors import ModelFormatError
 from edgellm.graphs.checkpoint import open_checkpoint

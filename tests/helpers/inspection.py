@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -153,6 +154,19 @@ def watch_steps(
     """Have `around(step)` called in the place of each step; it calls `step` itself."""
     step = batcher(llm).step
     monkeypatch.setattr(batcher(llm), "step", lambda: around(step))
+
+
+def preempt_at(llm: LLM, monkeypatch: pytest.MonkeyPatch, which: Callable[[int], bool]) -> None:
+    """Preempt all running requests after the steps whose numbers, from 0 on, `which` names."""
+    steps = itertools.count()
+
+    def preempting(step: Callable[[], None]) -> None:
+        step()
+        if which(next(steps)):
+            for request in running(llm):
+                request.preempt()
+
+    watch_steps(llm, monkeypatch, preempting)
 
 
 @contextmanager

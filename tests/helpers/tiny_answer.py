@@ -35,7 +35,7 @@ _CONFIG = {
 def make(folder: Path) -> Path:
     """A Hugging Face folder, made without their library."""
     from safetensors.numpy import save_file
-    from tiny_families import save_tokenizer
+    from tiny_models import save_tokenizer
 
     shapes = {"model.embed_tokens": (320, 96), "lm_head": (320, 96)}
     for layer in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from edgellm.kernels.state_blocks import StateBlocks
 from edgellm.kernels.step import (
     StepSpan,
     gpu_layer,
+    gpu_mlp,
 )
 from edgellm.kernels.step.gpu import DeviceStep
 
@@ -27,13 +29,15 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a layer calls what launches kernels."""
     counts: Counter[str] = Counter()
     for name in ("linear", "append_rotated", "attend", "normalize"):
-        launch = getattr(gpu_layer, name)
 
-        def call(*arguments: Any, name: str = name, launch: Any = launch, **options: Any) -> None:
+        def call(*arguments: Any, name: str = name, launch: Any = None, **options: Any) -> None:
             counts[name] += 1
             launch(*arguments, **options)
 
-        monkeypatch.setattr(gpu_layer, name, call)
+        for module in (gpu_layer, gpu_mlp):
+            launch = getattr(module, name, None)
+            if launch is not None:
+                monkeypatch.setattr(module, name, partial(call, launch=launch))
     return counts
 
 

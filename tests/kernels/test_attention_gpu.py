@@ -74,9 +74,10 @@ class Sequences:
             self._queries.append(hadamard.transform(q) if format in SCALED else q)
         self._blocks = DeviceBlocks.like(host, device)
         self._blocks.fetch(range(blocks))
+        self._tiling = gpu_tiles.Tiling.of(self._blocks, heads)
         self._inputs = SpanInputs(
             [self._blocks],
-            heads=heads,
+            tilings=[self._tiling],
             rows=sum(tokens for _, tokens in lengths),
             positions=640,
             vocabulary=1,
@@ -92,16 +93,12 @@ class Sequences:
         counts = [self._lengths[n][1] for n in numbers]
         inputs.set([self._span(n) for n in numbers])
         partials = gpu.Partials.empty(
-            tokens=rows,
-            heads=heads,
-            kv_heads=blocks.host.kv_heads,
-            head_dim=head_dim,
-            device=device,
+            tokens=rows, kinds=[(heads, blocks.host.kv_heads, head_dim)], device=device
         )
         for part in (partials.sums, partials.largest, partials.weight):
             part.fill_(float("nan"))
         out = torch.full(q.shape, float("nan"), device=device)
-        tables, work = inputs.places[0].tables, inputs.work(counts)
+        tables, work = inputs.places[0].tables, inputs.work(counts)[self._tiling]
         options = {
             name: torch.tensor(value, device=device) if name == "sinks" else value
             for name, value in self._options.items()
@@ -262,9 +259,7 @@ def test_every_query_has_its_keys_and_a_place_for_its_sums(
             assert (rows[:, 3] == of).all()
         parts = sum(count * of for count, of in zip(counts, splits, strict=True))
         assert sorted(places) == [(part, head) for part in range(parts) for head in range(group)]
-        room = gpu.Partials.empty(
-            tokens=sum(counts), heads=2 * group, kv_heads=2, head_dim=1, device="cpu"
-        )
+        room = gpu.Partials.empty(tokens=sum(counts), kinds=[(2 * group, 2, 1)], device="cpu")
         assert 2 * group * parts <= len(room.weight)
 
 

@@ -11,7 +11,7 @@ from random_model import Model
 
 from edgellm.kernels.experts import reference
 from edgellm.kernels.linear.reference import linear
-from edgellm.kernels.step.reference import activate
+from edgellm.kernels.step.reference import activate, norm
 
 
 def rows_of(model: Model, count: int) -> np.ndarray:
@@ -20,27 +20,44 @@ def rows_of(model: Model, count: int) -> np.ndarray:
 
 
 def expected(model: Model, layer: int, x: np.ndarray) -> np.ndarray:
-    """What the references give."""
+    """What the references give; of an MLP beside the experts, what both add to the residual."""
     weights = model.weights.layers[layer]
     assert weights.routing is not None
     assert weights.router is not None
-    logits = x.astype("f8") @ weights.router.T.astype("f8")
-    shares = reference.shares(logits, weights.routing, weights.selection_bias)
-    each = {
-        name: np.split(model.floats[f"layers.{layer}.{name}"], weights.routing.experts)
-        for name in ("gate", "up", "down")
-    }
-    total = np.zeros(x.shape)
-    for expert in range(weights.routing.experts):
-        gate, up, down = (each[name][expert] for name in ("gate", "up", "down"))
-        inner = activate(linear(x, gate), weights.activation) * linear(x, up)
-        total += shares[:, expert, None] * linear(inner.astype(np.float32), down)
-    return total
+
+    def normed(rows: np.ndarray, weight: np.ndarray | None) -> np.ndarray:
+        exact = rows.astype("f8")
+        return exact if weights.experts_norm is None else norm(exact, weight, None, epsilon)
+
+    epsilon = model.weights.epsilon
+    logits = normed(x, weights.router_norm) @ weights.router.T.astype("f8")
+    routing, scales = weights.routing, weights.expert_scale
+    shares = reference.shares(logits, routing, weights.selection_bias, scales)
+
+    def mlp(rows: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        rows = rows.astype(np.float32)
+        inner = activate(linear(rows, gate), weights.activation) * linear(rows, up)
+        return np.asarray(linear(inner.astype(np.float32), down))
+
+    names, own = ("gate", "up", "down"), model.floats
+    each = [np.split(own[f"layers.{layer}.{name}"], routing.experts) for name in names]
+    read, total = normed(x, weights.experts_norm), np.zeros(x.shape)
+    for expert in range(routing.experts):
+        total += shares[:, expert, None] * mlp(read, *(part[expert] for part in each))
+    if weights.experts_norm is None:
+        return total
+    shared = [own[f"layers.{layer}.shared_{name}"] for name in names]
+    beside = normed(mlp(normed(x, weights.mlp_norm), *shared), weights.shared_post_norm)
+    return np.asarray(normed(total, weights.experts_post_norm) + beside)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 40])
 @pytest.mark.parametrize(
-    "name", [*PLAIN_EXPERTS, "groups", "groups of one", "a bias in the choice by softmax"]
+    "name",
+    [
+        *PLAIN_EXPERTS,
+        *("groups", "groups of one", "a bias in the choice by softmax", "an MLP beside experts"),
+    ],
 )
 @pytest.mark.usefixtures("poisoned")
 def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> None:
@@ -50,7 +67,7 @@ def test_rows_match_reference(compiled: ctypes.CDLL, name: str, count: int) -> N
     assert np.abs(found - exact).max() < 0.02 * np.abs(exact).max()
 
 
-@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups"])
+@pytest.mark.parametrize("name", [*PLAIN_EXPERTS, "groups", "an MLP beside experts"])
 @pytest.mark.usefixtures("poisoned")
 def test_a_row_does_not_depend_on_the_others(compiled: ctypes.CDLL, name: str) -> None:
     """Nor on the threads, and not on rows that are no numbers."""

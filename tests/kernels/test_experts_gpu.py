@@ -318,22 +318,25 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     assert np.isnan(found[7]).all()
 
 
-# Triton does not compute the MLP of a layer beside experts.
-SHAPES = {name: shape for name, shape in model_shapes.EXPERTS.items() if not shape.parts.beside}
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", model_shapes.EXPERTS)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_models_match_reference(triton_device: str, name: str) -> None:
     """One token, and some; rounding may choose another expert, so by the median row."""
-    compare(SHAPES[name], (0, 1, 6), triton_device)
+    compare(model_shapes.EXPERTS[name], (0, 1, 6), triton_device)
 
 
-@pytest.mark.parametrize("name", ["biases, sinks and a clamp", "a shared expert by its share"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "biases, sinks and a clamp",
+        "a shared expert by its share",
+        "an MLP beside experts",
+    ],
+)
 @pytest.mark.usefixtures("poisoned_tensors")
 def test_prompts_match_reference(triton_device: str, name: str) -> None:
     """More rows than are coded."""
-    compare(replace(SHAPES[name], layers=1), (0, FEW_ROWS + 1), triton_device)
+    compare(replace(model_shapes.EXPERTS[name], layers=1), (0, FEW_ROWS + 1), triton_device)
 
 
 def compare(shape: model_shapes.Shape, ends: tuple[int, ...], device: str) -> None:

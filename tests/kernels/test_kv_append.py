@@ -205,7 +205,11 @@ def test_norms_of_q_and_k(implementation: AppendRotated, kind: str, head_dim: in
     inv_freq = (100.0 ** (-np.arange(0, 12, 2) / 12)).tolist()
     table = rope.table(inv_freq, start + tokens, magnitude=1.5)
     blocks = allocate(format="f32", blocks=3, layers=2, kv_heads=kv_heads, head_dim=head_dim)
+    options = {"norms": norms, "queries_alone": True}
+    alone = implementation(blocks, [2, 0], 1, start, qkv[:, :heads], table, **options)
+    assert all(np.isnan(array).all() for array in blocks.arrays)  # nothing is written
     q = implementation(blocks, [2, 0], 1, start, qkv, table, norms=norms)
+    np.testing.assert_array_equal(alone, q)
     expected = []
     for rows, weight in ((qkv[:, :heads], q_weight), (qkv[:, heads:-kv_heads], k_weight)):
         exact = rows if after else step_reference.head_norm(rows.astype(float), weight, 0.1)

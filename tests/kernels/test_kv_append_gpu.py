@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -168,6 +170,55 @@ def test_head_norms_match_portable(
                 strict=True,
             ):
                 np.testing.assert_allclose(ours[start:], theirs[start:], atol=1e-5)
+
+
+@pytest.mark.parametrize("order", NORMS)
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_are_normalized_and_may_be_keys(
+    triton_device: str, order: str, shared: bool
+) -> None:
+    """And a layer that reads those of another gets the same queries, and writes nothing."""
+    heads, kv_heads, head_dim, half = 4, 2, 96, 24
+    rng = np.random.default_rng(5)
+    norms = replace(head_norms(order, heads, kv_heads, head_dim), values=True)
+    table = rope.table((10000.0 ** (-np.arange(half) / half)).tolist(), 300)
+    cos, sin = (torch.tensor(part, device=triton_device) for part in table)
+    qkv = rng.standard_normal((4, heads + (1 if shared else 2) * kv_heads, head_dim)).astype("f4")
+    bias = rng.standard_normal(qkv.shape[1:]).astype("f4")
+    host, twin = (pool("f32", kv_heads, head_dim) for _ in range(2))
+    device = DeviceBlocks.like(twin, triton_device)
+    before = qkv + bias
+    whole = np.concatenate([before, before[:, heads:]], axis=1) if shared else before
+    expected = portable.append_rotated(host, TABLE, LAYER, 126, whole, table, norms=norms)
+
+    def append(rows: np.ndarray, of: HeadNorms) -> np.ndarray:
+        q = torch.full(expected.shape, float("nan"), device=triton_device)
+        gpu.append_rotated(
+            device,
+            torch.tensor([TABLE], device=triton_device),
+            LAYER,
+            rows_at(126, 4, triton_device),
+            torch.tensor(rows, device=triton_device),
+            cos,
+            sin,
+            q,
+            bias=torch.tensor(bias[: rows.shape[1]], device=triton_device),
+            norms=gpu.DeviceNorms.of(of, head_dim, triton_device),
+        )
+        device.give(range(5))
+        return q.cpu().numpy().copy()
+
+    np.testing.assert_allclose(append(qkv, norms), expected, atol=1e-5)
+    for head in range(kv_heads):
+        kept = (each.read(TABLE, LAYER, slice(head, head + 1), 130) for each in (twin, host))
+        for ours, theirs in zip(*kept, strict=True):
+            np.testing.assert_allclose(ours[126:], theirs[126:], atol=1e-5)
+    if order != "whole":
+        device.k.fill_(7)
+        device.v.fill_(7)
+        np.testing.assert_allclose(append(qkv[:, :heads], norms), expected, atol=1e-5)
+        assert (twin.k == 7).all()
+        assert (twin.v == 7).all()
 
 
 @pytest.mark.parametrize("order", NORMS)

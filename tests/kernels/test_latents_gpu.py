@@ -19,6 +19,7 @@ from random_weights import random_weight  # noqa: E402
 
 from edgellm.kernels import hadamard, rope  # noqa: E402
 from edgellm.kernels.attention import gpu, reference  # noqa: E402
+from edgellm.kernels.attention.gpu_tiles import Tiling  # noqa: E402
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks  # noqa: E402
 from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
@@ -95,16 +96,17 @@ class Op:
         self.inv_freq = inv_freq.tolist()
         table = rope.table(self.inv_freq, 2 * BLOCK)
         self._rope = tuple(torch.tensor(part, device=device) for part in table)
+        self._tiling = Tiling.of(self._blocks, sizes.heads)
         self._inputs = SpanInputs(
             [self._blocks],
-            heads=sizes.heads,
+            tilings=[self._tiling],
             rows=MOST,
             positions=2 * BLOCK,
             vocabulary=1,
             device=device,
         )
         self._partials = gpu.Partials.empty(
-            tokens=MOST, heads=sizes.heads, kv_heads=1, head_dim=sizes.rank, device=device
+            tokens=MOST, kinds=[(sizes.heads, 1, sizes.rank)], device=device
         )
 
     def _linear(self, outputs: int, inputs: int) -> tuple[Floats, object]:
@@ -136,7 +138,8 @@ class Op:
         turned_q = torch.full((rows, at.heads, at.head_dim + at.rank), torch.nan, device=device)
         seen = torch.full((rows, at.heads, at.rank), torch.nan, device=device)
         values = torch.full((rows, at.heads * at.value), torch.nan, device=device)
-        work, tables = self._inputs.work(counts), self._inputs.places[0].tables
+        work = self._inputs.work(counts)[self._tiling]
+        tables = self._inputs.places[0].tables
         self._op.append(
             self._blocks,
             tables,

@@ -114,7 +114,8 @@ def test_panels_keep_every_number(kind: str, outputs: int) -> None:
         np.testing.assert_array_equal(back[name], array)
     assert panels.data.shape == packed_shape(*weight.shape, traits)
     padded = -(-outputs // 16) * 16
-    assert panels.data.nbytes * 8 == padded * weight.shape[1] * traits.bits_per_weight
+    bytes_of_8_groups = 8 * traits.group_bytes + traits.block_bytes
+    assert panels.data.nbytes * 4096 == padded * weight.shape[1] * bytes_of_8_groups
     index = [outputs - 1, 0, outputs // 2, outputs // 2]
     np.testing.assert_array_equal(rows_of(panels, index), dequantize(weight)[index])
 

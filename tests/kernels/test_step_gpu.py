@@ -28,6 +28,7 @@ from edgellm.kernels.kv_blocks import (  # noqa: E402
     allocate,
 )
 from edgellm.kernels.linear import PackedWeights, pack_weight  # noqa: E402
+from edgellm.kernels.linear.gpu import FEW_ROWS  # noqa: E402
 from edgellm.kernels.quantized import KINDS, dequantize  # noqa: E402
 from edgellm.kernels.step import (  # noqa: E402
     LayerWeights,
@@ -245,3 +246,53 @@ def test_layers_that_name_a_rope_that_is_not_there_are_refused(triton_device: st
     pools = [DeviceBlocks.like(view.blocks, triton_device) for view in model.views("f32")]
     with pytest.raises(ValueError, match="RoPE table 1 of 1"):
         DeviceStep(model.weights, model.ropes[:1], pools, triton_device)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma4", "gemma3n", "streams", "embeddings", "shared", "k_as_v", "heads"]
+)
+@pytest.mark.usefixtures("poisoned_tensors")
+def test_layers_that_differ_match_reference(triton_device: str, name: str) -> None:
+    """Of shared K and V, of heads and widths, and with embeddings of their own; two sequences."""
+    model = random_model.Model((model_shapes.SHARED | model_shapes.UNEVEN)[name])
+    step = device_step(model, "f32", triton_device)
+    sequences = [
+        (tables(model), model.tokens),
+        ([[2], [4]][: len(tables(model))], model.tokens[9:]),
+    ]
+    results: list[list[tuple[np.ndarray, ...]]] = [[], []]
+    steps = [[(0, 0, 1)], [(0, 1, 4), (1, 0, 3)], [(1, 3, 4), (0, 4, 5)]]
+    if name.startswith("gemma"):
+        steps.append([(1, 4, 4 + FEW_ROWS), (0, 5, 6)])  # more rows than are coded
+    for calls in steps:
+        found = step.run([span(*sequences[number], *part) for number, *part in calls])
+        ends = np.cumsum([end - start for _, start, end in calls])[:-1]
+        for (number, *_), *each in zip(calls, *(np.split(of, ends) for of in found), strict=True):
+            results[number].append(tuple(each))
+    for (_, tokens), parts in zip(sequences, results, strict=True):
+        ours = [np.concatenate(part) for part in zip(*parts, strict=True)]
+        expected = reference.forward(
+            model.weights, model.floats, tokens[: len(ours[0])], model.turns, format="f32"
+        )
+        for mine, theirs in zip(ours, expected, strict=True):
+            errors = np.abs(mine - theirs).mean(axis=1) / np.abs(theirs).mean()
+            # those of the first token have no part in it; of others Q and K have 16 bits beside V
+            assert errors[0] < 0.02
+            assert errors.mean() < 0.04
+
+
+def test_rows_leave_before_layers_that_read_k_and_v_of_others(triton_device: str) -> None:
+    """Of two sequences, one of which asks for nothing; the next rows read what all have left."""
+    model = random_model.Model(model_shapes.SHARED["gemma3n"])
+    wanted = []
+    for all_states in (True, False):
+        step = device_step(model, "f32", triton_device)
+        others = [[2], [4]], model.tokens[9:]
+        spans = [span(tables(model), model.tokens, 0, 6, logit_rows=2), span(*others, 0, 2)]
+        first = step.run([spans[0], replace(spans[1], logit_rows=0)], all_states=all_states)
+        last = step.run([span(tables(model), model.tokens, 6, 7), span(*others, 2, 3)])
+        wanted.append((*first, *last))
+    for number, (whole, short) in enumerate(zip(*wanted, strict=True)):
+        rows = slice(4, 6) if number == 0 else slice(None)
+        np.testing.assert_allclose(short[rows], whole[rows], atol=1e-4 * np.abs(whole).max())
+    assert not wanted[1][0][[0, 1, 2, 3, 6, 7]].any()

@@ -26,7 +26,7 @@ from edgellm.serve.ollama.messages import (
 )
 from edgellm.serve.ollama.models import now, usable_model
 from edgellm.serve.openai.logprobs import chat_logprobs
-from edgellm.serve.usage import finish_reason, placement, timings
+from edgellm.serve.usage import FINISH, placement, timings
 from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message
 
@@ -230,7 +230,7 @@ def _counts(end: End, asked: _Asked, load_s: float) -> dict[str, Any]:
     times = timings(end.stats)
     called = end.finish_reason == "tool_calls"
     return {
-        "done_reason": "stop" if called else finish_reason(end.finish_reason),
+        "done_reason": "stop" if called else FINISH[end.finish_reason],
         "total_duration": int((time.perf_counter() - asked.started) * 1e9),
         "load_duration": int(load_s * 1e9),
         "prompt_eval_count": end.stats.prompt_tokens,

@@ -26,7 +26,7 @@ from edgellm.serve.openai.sampling import (
     sampling_arguments,
 )
 from edgellm.serve.request_error import RequestError
-from edgellm.serve.usage import finish_reason, placement, reasoning_tokens, timings, usage
+from edgellm.serve.usage import FINISH, placement, reasoning_tokens, timings, usage
 from edgellm.tool_use import ToolCallDelta
 
 
@@ -98,7 +98,7 @@ def chat_object(begun: Begun, answers: list[Answered], asked: AskedChat) -> dict
                 "index": index,
                 "message": _message(answer),
                 "logprobs": _logprobs(begun, answer.pieces, asked),
-                "finish_reason": finish_reason(answer.finish_reason),
+                "finish_reason": FINISH[answer.finish_reason],
             }
             for index, answer in enumerate(answers)
         ],
@@ -205,7 +205,7 @@ class _Chunks:
         return self._chunk(
             event.sample,
             {},
-            finish_reason(event.finish_reason),
+            FINISH[event.finish_reason],
             timings=timings(event.stats),
             placement=placement(event.stats),
         )

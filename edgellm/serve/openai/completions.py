@@ -26,7 +26,7 @@ from edgellm.serve.openai.sampling import (
     sampling_arguments,
     unsupported,
 )
-from edgellm.serve.usage import finish_reason, placement, timings, usage
+from edgellm.serve.usage import FINISH, placement, timings, usage
 from edgellm.text.fim import Gap
 
 MAX_PROMPTS = 256
@@ -177,7 +177,7 @@ def _whole(
             choice = _choice(
                 len(choices),
                 prompt + answer.text,
-                finish_reason(answer.finish_reason),
+                FINISH[answer.finish_reason],
                 _logprobs(of_ask, [*scores, *sampled], asked),
             )
             if asked.with_prompt_logprobs:
@@ -274,7 +274,7 @@ async def completion_frames(
                     yield Frame(identity.object("text_completion", [choice]))
             else:
                 stats[number].append(event.stats)
-                choice = _choice(index, "", finish_reason(event.finish_reason), None)
+                choice = _choice(index, "", FINISH[event.finish_reason], None)
                 yield Frame(
                     identity.object(
                         "text_completion",

@@ -22,7 +22,7 @@ from edgellm.serve.openai.chat import AskedChat, Identity, chat_object
 from edgellm.serve.openai.messages import error_body
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
-from edgellm.serve.usage import finish_reason, placement, timestamp, timings, usage
+from edgellm.serve.usage import FINISH, placement, timestamp, timings, usage
 from edgellm.text.fim import Gap
 
 
@@ -124,7 +124,7 @@ async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
             yield _chunk(
                 identity,
                 "",
-                finish_reason(event.finish_reason),
+                FINISH[event.finish_reason],
                 usage=usage([event.stats]),
                 timings=timings(event.stats),
                 placement=placement(event.stats),

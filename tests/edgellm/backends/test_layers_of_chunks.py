@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm.backends.batch import Rows, Span
 from edgellm.backends.chunked_backend import ChunkedBackend

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inspection import used_blocks
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm import BundleError, OptionError
 from edgellm.backends.batch import Span

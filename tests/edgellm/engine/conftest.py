@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 from loop_checks import AlarmError
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load

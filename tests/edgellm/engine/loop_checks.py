@@ -134,6 +134,17 @@ def cancelled_at_steps(
     return found[len(others) :]
 
 
+def cancel_after(llm: LLM, rng: random.Random, i: int, *, prompt_at_most: int = 900) -> None:
+    """Cancel an answer to the prompt with number `i` after up to 0.03 seconds."""
+    cancel = threading.Event()
+    timer = threading.Timer(rng.random() * 0.03, cancel.set)
+    timer.start()
+    tokens = prompt(1000 + i, rng.randint(2, prompt_at_most))
+    answer = llm.generate(tokens, cancel=cancel, max_tokens=60, ignore_eos=True)
+    assert answer.finish_reason in ("cancelled", "length")
+    timer.join()
+
+
 @contextmanager
 def alarm_after(seconds: float) -> Iterator[None]:
     """An AlarmError in what is done within, if that takes so long; none comes afterwards."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from inspection import draft_with, drafts_of, is_resting, live, running, used_blocks, watch_steps
+from inspection import draft_with, drafts_of, is_resting, live, preempt_at, used_blocks
 from loops import GREEDY, alone, prompt, short, together, tokens_of
 from waiting import until
 
@@ -130,15 +130,7 @@ def test_a_cancelled_answer(pair: LLM) -> None:
 
 def test_a_preempted_answer(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = pair.generate(prompt(1, 40), max_tokens=30, speculate=False, **GREEDY).tokens
-    steps = itertools.count()
-
-    def preempting(step: Any) -> None:
-        step()
-        if next(steps) % 3 == 2:
-            for request in running(pair):
-                request.preempt()
-
-    watch_steps(pair, monkeypatch, preempting)
+    preempt_at(pair, monkeypatch, lambda step: step % 3 == 2)
     found = pair.generate(prompt(1, 40), max_tokens=30, **GREEDY)
     assert found.tokens == expected
     assert found.stats.preempted > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from matrix import usable
-from tiny_families import make, save_tokenizer
+from tiny_models import make, save_tokenizer
 
 from edgellm import load
 from edgellm.cli.main import edgellm

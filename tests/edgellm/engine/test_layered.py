@@ -38,6 +38,7 @@ from loop_checks import (
     answers_interrupted,
     answers_with_alarms,
     assert_idle,
+    cancel_after,
     cancelled_at_steps,
     check_pools,
     poison_given_back,
@@ -355,17 +356,8 @@ def test_cancelled_at_any_step(
 def test_cancelled_at_random(tiny: LLM, expected: list[Completion]) -> None:
     rng = random.Random(3)
 
-    def cancelled(i: int) -> None:
-        cancel = threading.Event()
-        timer = threading.Timer(rng.random() * 0.03, cancel.set)
-        timer.start()
-        tokens = prompt(1000 + i, rng.randint(2, 900))
-        answer = tiny.generate(tokens, cancel=cancel, max_tokens=60, ignore_eos=True)
-        assert answer.finish_reason in ("cancelled", "length")
-        timer.join()
-
     with ThreadPoolExecutor(12) as pool:
-        cancels = [pool.submit(cancelled, i) for i in range(80)]
+        cancels = [pool.submit(cancel_after, tiny, rng, i) for i in range(80)]
         found = [tiny.generate(each, logprobs=3, **SHORT) for each in PROMPTS]
         results(cancels)
     assert_same(found, expected)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from inspection import is_resting, policy, results, set_costs, used_blocks
-from loop_checks import cancelled_at_steps
+from loop_checks import cancel_after, cancelled_at_steps
 from loops import Call, alone, assert_no_new_thread, assert_same, begin_together, prompt, together
 from waiting import until
 
@@ -301,17 +301,8 @@ def test_cancelled_at_random(native: LLM) -> None:
     rng, expected = random.Random(3), alone(native, REQUESTS[:3])
     threads = set(threading.enumerate())
 
-    def cancelled(i: int) -> None:
-        cancel = threading.Event()
-        timer = threading.Timer(rng.random() * 0.02, cancel.set)
-        timer.start()
-        tokens = prompt(1000 + i, rng.randint(2, 900))
-        answer = native.generate(tokens, cancel=cancel, max_tokens=100, ignore_eos=True)
-        assert answer.finish_reason in ("cancelled", "length")
-        timer.join()
-
     with ThreadPoolExecutor(12) as pool:
-        cancels = [pool.submit(cancelled, i) for i in range(200)]
+        cancels = [pool.submit(cancel_after, native, rng, i) for i in range(200)]
         found = alone(native, REQUESTS[:3])
         results(cancels)
     assert_same(found, expected)

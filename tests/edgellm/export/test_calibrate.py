@@ -20,9 +20,9 @@ from edgellm.backends.providers import open_session
 from edgellm.backends.thread_pool import session_options
 from edgellm.engine.one_sequence import compute_prompt
 from edgellm.export.calibrate import CalibrationOptions, Calibrator, Rounding
-from edgellm.export.float_segments import WindowAttention
 from edgellm.export.precisions import PRECISIONS
 from edgellm.export.weight_reader import WeightReader
+from edgellm.export.window_attention import WindowAttention
 from edgellm.graphs import contract
 from edgellm.graphs.builder import WeightFile
 from edgellm.graphs.checkpoint import open_checkpoint

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 from random_checkpoint import CONFIGS
-from tiny_families import make, save_tokenizer
 from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
+from tiny_models import make, save_tokenizer
 
 from edgellm import load
 from edgellm.backends import selection

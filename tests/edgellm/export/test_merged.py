@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from random_checkpoint import exact
 from tiny_adapters import ALPHA, merged, pairs_of, write_peft
-from tiny_families import make
+from tiny_models import make
 
 from edgellm.errors import ModelFormatError, OptionError
 from edgellm.export import export

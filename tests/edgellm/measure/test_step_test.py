@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from edgellm import SourceError
+from edgellm.backends.batch import StepBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check
-from edgellm.backends.step_backend import StepBackend
 from edgellm.engine.engine import Engine
 from edgellm.graphs.contract import StoredArray
 from edgellm.kernels.native import library

@@ -98,6 +98,13 @@ CASES: dict[tuple[type, str], tuple[ModelConfig, str]] = {
     ),
 }
 
+# Parts that the C++ kernels compute between graphs, or decode alone.
+BETWEEN = (
+    *((Attention, field) for field in ("latent", "kv_from", "v_norm", "k_as_v")),
+    *((LayerConfig, "scaled"), (LayerConfig, "laurel"), (SharedExpert, "beside"), (Mlp, "cutoff")),
+    *((ModelConfig, "layer_embedding"), (ModelConfig, "streams")),
+)
+
 
 def test_every_field_is_in_the_table_or_computed_everywhere() -> None:
     for kind, known in EVERYWHERE.items():
@@ -136,17 +143,39 @@ def test_auto_leaves_alone_what_no_gpu_has_computed() -> None:
         (layer(beside=MAMBA), "layers with states"),
         (attention(sinks=True), "attention sinks"),
         (CASES[Attention, "latent"][0], "attention over latents"),
+        (CASES[Attention, "kv_from"][0], "layers that share K and V"),
+        (CASES[Attention, "k_as_v"][0], "V made of K"),
+        (CASES[Attention, "v_norm"][0], "norms of V"),
+        (CASES[LayerConfig, "scaled"][0], "scaled layers"),
+        (CASES[ModelConfig, "layer_embedding"][0], "embeddings for each layer"),
+        (CASES[ModelConfig, "streams"][0], "several residual streams"),
+        (CASES[LayerConfig, "laurel"][0], "products beside attention"),
+        (CASES[Mlp, "cutoff"][0], "gates above a cutoff"),
+        (attention(heads=2 * LAYER.attention.heads), "layers that differ in heads"),
         (layer(ROUTED, shared=SharedExpert(intermediate=32)), "shared experts"),
         (routed, "routers with sigmoids"),
     ):
         assert f"it has {part}" in (why_untried("triton", config) or "")
 
 
-def test_what_stands_between_graphs() -> None:
-    states = layer(mixer=DeltaNet(**NETS, taps=4))
-    assert needs_host(states)
+@pytest.mark.parametrize(
+    "config",
+    [
+        layer(mixer=DeltaNet(**NETS, taps=4)),
+        layer(beside=MAMBA),
+        *(CASES[each][0] for each in BETWEEN),
+    ],
+)
+def test_what_stands_between_graphs(config: ModelConfig) -> None:
+    assert needs_host(config)
+    rotates = config.layers[1].norms == "pre"
+    for name in ("f32", "f16", "w4a16", *(["w8a8"] if rotates else [])):
+        assert why_not(name, config) is None
+    for name in ("w8a16-qdq", "int4", "portable", "cuda"):
+        assert f"which {name} does not compute" in (why_not(name, config) or "")
+
+
+def test_what_needs_no_host() -> None:
     assert not needs_host(CONFIG)
-    for name in ("f32", "f16", "w4a16", "w8a8"):
-        assert why_not(name, states) is None
     reason = "it has layers with states, which w8a16-qdq does not compute"
-    assert why_not("w8a16-qdq", states) == reason
+    assert why_not("w8a16-qdq", layer(mixer=DeltaNet(**NETS, taps=4))) == reason

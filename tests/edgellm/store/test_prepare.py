@@ -15,8 +15,8 @@ from typing import Any
 import gguf
 import pytest
 from inspection import cached_prefix, until_kept
-from tiny_families import make
 from tiny_gguf import convert, theta
+from tiny_models import make
 
 from edgellm import BundleError, Completion, ExportError, ModelFormatError, OptionError, load
 from edgellm.export import export

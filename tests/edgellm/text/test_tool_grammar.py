@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_families import save_tokenizer
+from tiny_models import save_tokenizer
 from tokenizers import Tokenizer as HFTokenizer
 
 from edgellm.errors import OptionError

@@ -16,6 +16,7 @@ from lane_checks import PROMPTS, assert_ended, start, wait_for_lane
 from loop_checks import (
     answers_interrupted,
     answers_with_alarms,
+    cancel_after,
     cancelled_at_steps,
     forked,
 )
@@ -133,13 +134,7 @@ def test_cancelled_at_random(tiny: LLM) -> None:
     rng, expected = random.Random(3), tokens_of(alone(tiny, short(PROMPTS)))
 
     def cancelled(i: int) -> None:
-        cancel = threading.Event()
-        timer = threading.Timer(rng.random() * 0.03, cancel.set)
-        timer.start()
-        tokens = prompt(1000 + i, rng.randint(2, 400))
-        answer = tiny.generate(tokens, cancel=cancel, max_tokens=60, ignore_eos=True)
-        assert answer.finish_reason in ("cancelled", "length")
-        timer.join()
+        cancel_after(tiny, rng, i, prompt_at_most=400)
 
     def closed(i: int) -> None:
         stream = tiny.stream(prompt(5000 + i, rng.randint(2, 400)), **GREEDY)
