@@ -23,7 +23,6 @@ from edgellm.errors import BundleError, OptionError, UnsupportedModelError
 from edgellm.export import export
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.graphs.config import ModelConfig
-from edgellm.graphs.layer_config import SharedExpert
 from edgellm.kernels.experts import Routing
 from edgellm.kernels.linear import packed_shape, unpack_weight
 from edgellm.kernels.quantized import KINDS, dequantize
@@ -235,10 +234,12 @@ def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_part_that_a_gpu_does_not_know(exported: Exported) -> None:
     assert why_not("triton", CONFIG) is None
-    shared = SharedExpert(intermediate=32, beside=True)
-    layers = (replace(x, norms="sandwich", shared=shared) for x in exported.bundle.config.layers)
+    layers = (
+        replace(x, experts=None, mlp=replace(x.mlp, activation="clamped_swiglu"))
+        for x in exported.bundle.config.layers
+    )
     config = replace(exported.bundle.config, layers=tuple(layers))
-    words = "it has an MLP beside experts, which triton does not compute"
+    words = "it has a clamped SwiGLU without experts, which triton does not compute"
     assert why_not("triton", config) == words
     for option in ({"decode": "triton"}, {"prefill": "triton"}):
         with pytest.raises(UnsupportedModelError, match=rf"is 'triton'.*qwen3_moe: {words}. Take"):
