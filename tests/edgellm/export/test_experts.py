@@ -28,6 +28,7 @@ from edgellm.kernels.linear import packed_shape, unpack_weight
 from edgellm.kernels.quantized import KINDS, dequantize
 from edgellm.measure.roofline import work_of
 from edgellm.options import EngineOptions
+from edgellm.store import precision_support
 from edgellm.store.bundle import Bundle
 from edgellm.store.bundle_check import check_manifest
 from edgellm.store.manifest import imported
@@ -232,15 +233,12 @@ def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         select(EngineOptions(decode="triton", prefill="native"), CONFIG)
 
 
-def test_a_part_that_a_gpu_does_not_know(exported: Exported) -> None:
+def test_a_part_that_a_gpu_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not("triton", CONFIG) is None
-    layers = (
-        replace(x, experts=None, mlp=replace(x.mlp, activation="clamped_swiglu"))
-        for x in exported.bundle.config.layers
-    )
-    config = replace(exported.bundle.config, layers=tuple(layers))
-    words = "it has a clamped SwiGLU without experts, which triton does not compute"
-    assert why_not("triton", config) == words
+    unknown = precision_support.Part("an unknown part", lambda _: True, ("triton",))
+    monkeypatch.setattr(precision_support, "PARTS", (*precision_support.PARTS, unknown))
+    words = "it has an unknown part, which triton does not compute"
+    assert why_not("triton", CONFIG) == words
     for option in ({"decode": "triton"}, {"prefill": "triton"}):
-        with pytest.raises(UnsupportedModelError, match=rf"is 'triton'.*qwen3_moe: {words}. Take"):
-            select(EngineOptions(**option), config)
+        with pytest.raises(UnsupportedModelError, match=rf"is 'triton'.*random: {words}. Take"):
+            select(EngineOptions(**option), CONFIG)
