@@ -119,7 +119,8 @@ def load(
         system: system prompt of conversations that have none of their own; None: the one that
             comes with an alias (the default model has one), if any.
         adapters: adapters (LoRA) that answers may name, see `LLM.load_adapter`: name to path, or to
-            path and scale. With some, `prefill` and `decode` auto are the native kernels.
+            path and scale. With some, `prefill` and `decode` auto are the native kernels, or both
+            triton if one of them is.
         options: fields of `EngineOptions`.
 
     Raises:

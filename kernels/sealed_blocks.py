@@ -33,7 +33,7 @@ from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat, Seal
 # The format whose sealed blocks are chosen by their keys.
 CHOSEN_FORMAT = "k4v4"
 # The fewest tokens to read: the first block, the last two, and a sealed one.
-LEAST_READ = 4 * BLOCK
+LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 
 
 def first_choosing(kv_read: int) -> int:

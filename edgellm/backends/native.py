@@ -214,9 +214,7 @@ class NativeModel:
             return hidden, first[1]
         rest = [
             replace(
-                step,
-                tokens=step.tokens[-n:],
-                start=step.start + len(step.tokens) - n,
+                step.last_rows(n),
                 # no layer behind has a state
                 states=[
                     view and replace(view, targets=((n, view.ids[-1]),)) for view in step.states
@@ -233,7 +231,7 @@ class NativeModel:
         return hidden, last[1]
 
     def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
-        """Take normalized rows `[n, E]` through the experts of a layer."""
+        """See `FusedStep.experts`."""
         return self._step.experts(layer, x, threads=threads)
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:

@@ -6,7 +6,7 @@ Only the selection probes the machine for back ends; options themselves are plai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
 from edgellm.backends.registry import (
@@ -162,6 +162,7 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
         ProviderError: the execution provider cannot be used here.
         UnsupportedModelError: a back end that does not compute the model.
     """
+    options = _native_for_cache(options)
     decode = options.decode if config is None else _decode_of(config, options)
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
@@ -193,6 +194,19 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
+
+
+def needs_native(options: EngineOptions) -> bool:
+    """Whether the C++ kernels alone have the options of the KV cache."""
+    return options.kv_format in SEALED or options.kv_budget is not None
+
+
+def _native_for_cache(options: EngineOptions) -> EngineOptions:
+    """Return options in which `auto` means the C++ kernels, where they alone have the KV cache."""
+    if not needs_native(options) or options.precision is not None or library() is None:
+        return options
+    decode, prefill = (NATIVE if x == AUTO else x for x in (options.decode, options.prefill))
+    return replace(options, decode=decode, prefill=prefill)
 
 
 def _decode_of(config: ModelConfig, options: EngineOptions) -> str:

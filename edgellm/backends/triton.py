@@ -93,7 +93,9 @@ class TritonModel:
         """See `StepModel.load_adapter`; it is copied to the device."""
         reason = gpu_device.too_large(self._device, {"for the adapter": adapter.nbytes})
         if reason is not None:
-            raise MemoryEstimateError(f"triton: {reason}. Unload another adapter first")
+            raise MemoryEstimateError(
+                f"triton: {reason}. Unload another adapter, or take a smaller `cache_size`"
+            )
         try:
             self._step.load_adapter(adapter)
         except ValueError as error:

@@ -283,7 +283,10 @@ def resident_blocks(
         sequences = max(1, blocks * BLOCK // max(ctx_size, BLOCK))
         growing = group.blocks_for(ctx_size, rows=rows_at_once(groups, ctx_size)) - each
         most = sequences * each + growing + (_SNAPSHOTS if isinstance(group, StateGroup) else 1)
-        whole = group.keeps_all or (isinstance(group, CacheGroup) and group.part == "sealed")
+        held = isinstance(group, CacheGroup) and (
+            group.part == "sealed" or group.policy is not None
+        )
+        whole = group.keeps_all or held
         needed.append(blocks if whole else min(blocks, most))
     sizes = [_block_bytes(group, format) for group in groups]
     states = [isinstance(group, StateGroup) for group in groups]
@@ -294,6 +297,21 @@ def resident_blocks(
         max(count, min(blocks, most)) + drafts if state else count
         for count, state in zip(needed, states, strict=True)
     ]
+
+
+def context_blocks(
+    config: ModelConfig, ctx_size: int, *, format: KVFormat, policy: EvictionPolicy | None
+) -> int:
+    """Return the blocks of each pool that sequences of `ctx_size` tokens need two at a time.
+
+    Raises:
+        OptionError: see `stored_groups`.
+    """
+    if policy is None:
+        return 2 * pool_blocks(ctx_size)
+    groups = stored_groups(cache_groups(config), format, policy)
+    rows = rows_at_once(groups, ctx_size)
+    return 2 * (1 + max(group.blocks_for(ctx_size, rows=rows) for group in groups))
 
 
 def cache_bytes(

@@ -23,6 +23,7 @@ from edgellm.cache.eviction import EvictionPolicy
 from edgellm.cache.group_table import GroupBlocks, StateTable
 from edgellm.cache.groups import (
     Blocks,
+    CacheGroup,
     Group,
     StateGroup,
     places,
@@ -131,8 +132,9 @@ class KVCache:
         ]
         self._drafts = drafts
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
-        fixed = self.has_states or format in SEALED or policy is not None
-        self.policy = policy
+        evicting = any(isinstance(group, CacheGroup) and group.policy for group in groups)
+        self.policy = policy if evicting else None
+        fixed = self.has_states or format in SEALED or self.policy is not None
         self.rope_frequencies = None if fixed else rope_frequencies
         self.disk: BlockStore | None = None
         self._defer = defer

@@ -93,7 +93,9 @@ def read_session(
             f"`kv_format` {saved.kv_format}"
         )
     if saved.fingerprint != fingerprint:
-        raise SessionFileError(f"{path}: saved with {saved.model}, which is not this model")
+        raise SessionFileError(
+            f"{path}: saved with {saved.model}; this is another model, or has another `kv_budget`"
+        )
     if saved.adapter != adapter:
         name = f"the adapter {saved.adapter_name!r}" if saved.adapter else "no adapter"
         raise SessionFileError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.backends.batch import Backend, StepBackend, StepModel
-from edgellm.backends.registry import AUTO, NATIVE
+from edgellm.backends.registry import AUTO, NATIVE, STEPS
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
@@ -92,10 +92,10 @@ class Adapters:
         kernels = self._kernels(name)
         self._require_free(name)
         weights, invocation = _read(self._bundle, where, scale=scale)
-        kernels.load_adapter(weights)
         adapter = LoadedAdapter(name, where, float(scale), weights, invocation)
         with self._lock:
             self._require_free(name)
+            kernels.load_adapter(weights)
             self._loaded = {**self._loaded, name: adapter}
         return adapter
 
@@ -142,9 +142,11 @@ def adapter_bytes(adapters: Mapping[str, AdapterSource] | None) -> int:
 
 
 def for_adapters(options: EngineOptions) -> EngineOptions:
-    """Return options in which `auto` means the native kernels, which take adapters."""
-    decode = NATIVE if options.decode == AUTO else options.decode
-    prefill = NATIVE if options.prefill == AUTO else options.prefill
+    """Return options in which `auto` means kernels that take adapters, those of C++ if any do."""
+    named = [name for name in (options.decode, options.prefill) if name in STEPS]
+    kernels = named[0] if named else NATIVE
+    decode = kernels if options.decode == AUTO else options.decode
+    prefill = kernels if options.prefill == AUTO else options.prefill
     return replace(options, decode=decode, prefill=prefill)
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from edgellm.backends import thread_pool
 from edgellm.backends.providers import CPU, PROVIDERS, status
 from edgellm.backends.registry import AUTO, NATIVE, STEPS, TRITON
-from edgellm.backends.selection import precisions_of, select, stops_between_layers, usual_host
+from edgellm.backends.selection import (
+    needs_native,
+    precisions_of,
+    select,
+    stops_between_layers,
+    usual_host,
+)
 from edgellm.engine.costs import MARGIN, Measured, known_costs
 from edgellm.engine.memory import estimate
 from edgellm.errors import EdgeLLMError, ProviderError
@@ -33,7 +39,9 @@ class AutoChoice:
 
 def faster_provider(bundle: Bundle, options: EngineOptions) -> str | None:
     """Return the provider that `auto` takes in place of the native kernels; None: none."""
-    if options.prefill != AUTO or select(options, bundle.config).prefill != NATIVE:
+    if options.prefill != AUTO or needs_native(options):
+        return None
+    if select(options, bundle.config).prefill != NATIVE:
         return None
     choice = auto_choice(bundle, options)
     return None if choice.prefill == NATIVE else choice.prefill

@@ -127,8 +127,7 @@ class LoadedModel:
         used, asked = self.scheduling, self.options.scheduling
         if used != asked:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
-        groups = [each.group for each in self.cache.groups]
-        if self.cache.policy is not None and not any(group.sinks for group in groups):
+        if self.options.kv_budget is not None and self.cache.policy is None:
             notes.append("`kv_budget` has no effect: no layer sees all positions")
         if self.options.expert_memory is not None and not self.config.has_experts:
             notes.append("`expert_memory` has no effect: the model has no experts")

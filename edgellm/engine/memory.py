@@ -12,7 +12,7 @@ import psutil
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.registry import NATIVE, STEPS, TRITON
 from edgellm.backends.selection import Selection
-from edgellm.cache.groups import STEP_ROWS, cache_bytes, pool_blocks
+from edgellm.cache.groups import STEP_ROWS, cache_bytes, context_blocks, pool_blocks
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -120,7 +120,7 @@ def estimate(
     if drafts:
         copies = (*copies, Copy(MTP if head else "draft", HOST, drafts))
     ctx_size = _context_size(config, options, selection, weights=weights + drafts + adapters)
-    blocks = _blocks(options, ctx_size)
+    blocks = _blocks(config, options, ctx_size)
     cache = _cache_bytes(config, options, ctx_size)
     if draft is not None:
         used = draft_options(draft, options, ctx_size=ctx_size)
@@ -368,7 +368,7 @@ def _fitting_context(
 
 def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
     """Return the bytes of a full KV cache, and of the RoPE tables of the whole context."""
-    blocks = _blocks(options, ctx_size)
+    blocks = _blocks(config, options, ctx_size)
     pools = cache_bytes(
         config,
         format=options.kv_format,
@@ -379,14 +379,14 @@ def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> 
     return pools + sum(8 * len(rope.inv_freq) * ctx_size for rope in config.ropes)
 
 
-def _blocks(options: EngineOptions, ctx_size: int) -> int:
+def _blocks(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
     """Return the blocks of each pool.
 
     Raises:
         OptionError: they do not hold one context.
     """
     if options.cache_size is None:
-        return 2 * pool_blocks(ctx_size)
+        return context_blocks(config, ctx_size, format=options.kv_format, policy=options.eviction)
     if options.cache_size < ctx_size:
         raise OptionError(
             f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"

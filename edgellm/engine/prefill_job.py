@@ -67,7 +67,9 @@ class PrefillJob:
         """Whether the rows still come next in `sequence`."""
         return sequence is self._base and len(sequence) == self.growth.start
 
-    def span(self, layers: Layers | None, *, logit_rows: int, candidates: int) -> Span:
+    def span(
+        self, layers: Layers | None, *, logit_rows: int, candidates: int, answers: bool
+    ) -> Span:
         """Return the rows as a span in their next layers; logits come after the last layer.
 
         Args:
@@ -85,6 +87,7 @@ class PrefillJob:
             group,
             self._adapter,
             self._adapter_start,
+            answers=answers,
         )
 
     def take(self, hidden: Floats) -> bool:

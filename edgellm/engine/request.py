@@ -323,7 +323,9 @@ class Request(Stream):
             self.job = self.job or PrefillJob(
                 self.context.sequence, tokens, adapter=adapter, adapter_start=plain
             )
-            return self.job.span(layers, logit_rows=int(last), candidates=candidates)
+            return self.job.span(
+                layers, logit_rows=int(last), candidates=candidates, answers=computed >= answer
+            )
         guess = self._speculation.draft(draft, self.tokens)
         return Span(
             self.context.sequence,

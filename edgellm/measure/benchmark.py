@@ -124,17 +124,23 @@ def environment(engine: Engine) -> dict[str, Any]:
         "decode": engine.decoder.name,
         "decode_precision": engine.decoder.precision,
         "kv_format": engine.options.kv_format,
+        "kv_read": engine.options.kv_read,
+        "kv_budget": engine.options.kv_budget,
         "ctx_size": engine.ctx_size,
         "peak_memory_bytes": peak_memory_bytes(),
     }
 
 
 def shares(results: SequenceOf[BenchResult], engine: Engine) -> list[str]:
-    """Compare results with the processor's arithmetic and memory, a line each; none on a GPU.
+    """Compare results with the processor's arithmetic and memory, a line each.
+
+    There is none on a GPU, nor where answers see or read a part of the cache.
 
     A prompt is bound by the peak of 8-bit products, and decode by how fast memory is read.
     """
     if NATIVE not in (engine.prefill.placement.provider, engine.decoder.name):
+        return []
+    if engine.options.kv_read is not None or engine.options.kv_budget is not None:
         return []
     limit = limits(engine, 1)
     lines = []
@@ -172,10 +178,12 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
         f"{setting['prefill']} {setting['prefill_precision']} + {setting['decode']} "
         f"{setting['decode_precision']}"
     )
+    parts = (f" {part} {setting[part]}" for part in ("kv_read", "kv_budget") if setting[part])
+    kv = setting["kv_format"] + "".join(parts)
     for result in results:
         lines.append(
             f"| {setting['model']} | {setting['model_n_params'] / 1e6:.1f} M | {backend} | "
-            f"{setting['kv_format']} | {setting['threads']} | {result.test} | "
+            f"{kv} | {setting['threads']} | {result.test} | "
             f"{result.tokens_per_second:.1f} ± {result.stddev:.1f} |"
         )
     lines.append(

@@ -64,6 +64,8 @@ def attend(
         into = sealed_ids(sealed, blocks.sealed, tokens=start + tokens)
     elif blocks.format in SEALED:
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
+    if window and (kv_read is not None or blocks.recent):
+        raise ValueError(f"a window of {window} and blocks that are left out; only one is allowed")
     if kv_read is not None:
         check_kv_read(kv_read, blocks.format, heads // blocks.kv_heads)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -242,7 +241,7 @@ class DeviceStep:
             rows: their places among all rows.
         """
         hidden = np.zeros(buffers.x.shape, np.float32)
-        last = [_last_rows(span) for span in spans if span.logit_rows]
+        last = [span.last_rows(span.logit_rows) for span in spans if span.logit_rows]
         if not last:
             return hidden, self._logits_of(buffers.states[:0])
         counts = [span.logit_rows for span in last]
@@ -407,17 +406,6 @@ class DeviceStep:
         """Apply the LM head to states `[rows, E]`, into `logits` `[rows, V]`; see `linear`."""
         cap = self._weights.logit_softcap
         linear(states, self._head, logits, self._buffers.rows, softcap=cap, fine=True, peaks=peaks)
-
-
-def _last_rows(span: StepSpan) -> StepSpan:
-    """Return the span of those last rows of another one that go through the LM head."""
-    before = len(span.tokens) - span.logit_rows
-    return replace(
-        span,
-        tokens=span.tokens[before:],
-        start=span.start + before,
-        adapter_start=max(span.adapter_start - before, 0),
-    )
 
 
 def _host(tensor: torch.Tensor) -> Floats:

@@ -54,7 +54,7 @@ class LayerEmbeddings:
         """Allocate memory for steps of up to `rows` rows; None: a model without a table."""
         given = weights.layer_table
         inputs = [each.input for each in weights.layers if each.input is not None]
-        if given is None:
+        if given is None or not inputs:
             return None
         table, layers = given.table, len(weights.layers)
         # wherever in a panel the first row of a token is

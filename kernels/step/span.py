@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,16 @@ class StepSpan:
     adapter_start: int = 0
     states: Sequence[StateView | None] = ()
     kv_read: int | None = None
+
+    def last_rows(self, count: int) -> StepSpan:
+        """Return the span of the last `count` rows, where those before need no more layers."""
+        before = len(self.tokens) - count
+        return replace(
+            self,
+            tokens=self.tokens[before:],
+            start=self.start + before,
+            adapter_start=max(self.adapter_start - before, 0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from tiny_models import make, save_tokenizer
 from waiting import until
 
 from edgellm.backends.batch import Span
-from edgellm.engine.adapters import adapter_bytes
+from edgellm.engine.adapters import adapter_bytes, for_adapters
 from edgellm.errors import (
     EdgeLLMError,
     MemoryEstimateError,
@@ -32,6 +32,7 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, LoadArguments, load
+from edgellm.options import EngineOptions
 from edgellm.results import Completion
 from edgellm.serve.served import served_model
 from edgellm.session import Session
@@ -469,3 +470,13 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
         ask(llm, "foreign")
     with pytest.raises(OptionError, match="`adapter`"):
         llm.session(adapter="foreign")
+
+
+def test_auto_is_what_takes_adapters() -> None:
+    for options, expected in (
+        ({}, "native"),
+        ({"decode": "triton"}, "triton"),
+        ({"prefill": "triton"}, "triton"),
+    ):
+        chosen = for_adapters(EngineOptions(**options))
+        assert (chosen.prefill, chosen.decode) == (expected, expected)

@@ -213,6 +213,14 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
             lambda: attend(native_library, blocks, q, 3 * BLOCK, kv_read=511),
         ),
         (
+            "4294967808 tokens to read of k4v4",
+            lambda: attend(native_library, blocks, q, 3 * BLOCK, kv_read=2**32 + 512),
+        ),
+        (
+            "a window of 9 and blocks that are left out",
+            lambda: attend(native_library, blocks, q, 3 * BLOCK, kv_read=512, window=9),
+        ),
+        (
             "1024 tokens to read of k8v4",
             lambda: attend(native_library, pool("k8v4", 1, 16), q, 0, kv_read=1024),
         ),

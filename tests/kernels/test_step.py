@@ -137,6 +137,13 @@ def test_cuts_make_no_difference_to_sealed_blocks(
             np.testing.assert_array_equal(ours, theirs)
 
 
+def test_last_rows_of_a_span_keep_their_places_and_adapters() -> None:
+    span = StepSpan(tables=[[0]], tokens=[5, 6, 7, 8], start=10, logit_rows=2, adapter_start=3)
+    last = span.last_rows(2)
+    assert (last.tokens, last.start, last.logit_rows, last.adapter_start) == ([7, 8], 12, 2, 1)
+    assert span.last_rows(1).adapter_start == 0
+
+
 def test_logits_of_the_last_rows_only(native_library: ctypes.CDLL) -> None:
     model = Model(SHAPES[1])
 

@@ -11,8 +11,11 @@ from inspection import draft_always
 from loops import together
 
 from edgellm import Completion, OptionError, SessionFileError
-from edgellm.cache.eviction import LEAST_BUDGET
-from edgellm.cache.groups import cache_bytes
+from edgellm.backends import selection
+from edgellm.cache.eviction import LEAST_BUDGET, Sinks
+from edgellm.cache.groups import CacheGroup, cache_bytes, context_blocks
+from edgellm.cache.kv_cache import KVCache
+from edgellm.engine import auto_backend
 from edgellm.engine.one_sequence import compute_tokens
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
@@ -133,12 +136,41 @@ def test_blocks_outlive_the_process(bundle: str, tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_context(bundle: str) -> None:
     config, options = start(bundle).engine.config, start(bundle).options
-    sizes = [
-        cache_bytes(config, format="int8", ctx_size=n, blocks=n // BLOCK + 1, policy=policy)
-        for policy in (options.eviction, None)
-        for n in (4096, 1 << 17)
-    ]
+    sizes = []
+    for policy in (options.eviction, None):
+        for n in (4096, 1 << 17):
+            blocks = context_blocks(config, n, format="int8", policy=policy)
+            sizes.append(
+                cache_bytes(config, format="int8", ctx_size=n, blocks=blocks, policy=policy)
+            )
     assert sizes[0] == sizes[1] < sizes[2] / 3 < sizes[3] / 64
+
+
+def test_a_pool_of_a_budget_keeps_as_many_prefixes_as_asked_for(bundle: str) -> None:
+    llm = start(bundle, cache_size=4096)
+    (group,) = llm.engine.cache.groups
+    assert group.pool.resident == group.blocks.count  # as the estimate has them
+    prompts = [[i, *TOKENS[:400]] for i in range(6)]
+    for prompt in prompts:
+        llm.generate(prompt, temperature=0, max_tokens=1)
+    found = [llm.generate(prompt, temperature=0, max_tokens=1) for prompt in prompts]
+    assert [each.stats.cached_tokens for each in found] == [400] * 6
+
+
+def test_auto_is_what_has_a_budget(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
+    monkeypatch.setattr(auto_backend, "auto_choice", lambda *_: pytest.fail("asked for another"))
+    for options in ({"kv_budget": LEAST_BUDGET}, {"kv_budget": None, "kv_format": "k4v4"}):
+        engine = start(bundle, **options).engine
+        assert (engine.selection.prefill, engine.selection.decode) == ("native", "native")
+
+
+def test_a_budget_without_effect_counts_nothing() -> None:
+    group = CacheGroup((0, 1), 256, 2, 32)
+    cache = KVCache(
+        [group], format="int8", ctx_size=2048, blocks=32, fingerprint=b"", policy=Sinks(2)
+    )
+    assert cache.policy is None
 
 
 @pytest.mark.parametrize(
