@@ -119,8 +119,7 @@ def load(
         system: system prompt of conversations that have none of their own; None: the one that
             comes with an alias (the default model has one), if any.
         adapters: adapters (LoRA) that answers may name, see `LLM.load_adapter`: name to path, or to
-            path and scale. With some, `prefill` and `decode` auto are the native kernels, or both
-            triton if one of them is.
+            path and scale. `prefill` and `decode` auto are then native, or triton as the other is.
         options: fields of `EngineOptions`.
 
     Raises:

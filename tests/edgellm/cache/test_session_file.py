@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused(
     path = saved(tiny, tmp_path / "session")
     with pytest.raises(SessionFileError, match="`kv_format` int8"):
         load(str(tiny_model), kv_format="f16").load_session(path)
-    with pytest.raises(SessionFileError, match="not this model"):
+    with pytest.raises(SessionFileError, match="this is another model"):
         load(str(make_model(initializer_range=0.2))).load_session(path)
 
 
@@ -123,7 +123,7 @@ def test_a_session_of_another_layout_is_refused(
 ) -> None:
     path = saved(tiny, tmp_path / "session")
     monkeypatch.setattr("edgellm.engine.loaded_model.LAYOUT_VERSION", 1)
-    with pytest.raises(SessionFileError, match="not this model"):
+    with pytest.raises(SessionFileError, match="this is another model"):
         tiny.load_session(path)
     monkeypatch.undo()
     path.write_bytes(path.read_bytes().replace(b"edgellm session 3", b"edgellm session 2", 1))
