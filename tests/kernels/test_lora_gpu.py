@@ -121,7 +121,7 @@ def test_matches_the_reference(triton_device: str, name: str, rank: int) -> None
         result = step.run([replace(span, adapter=adapter)])
         assert result is not None
         found.append(result[0])
-    assert distance(np.concatenate(found), expected) < 0.03
+    assert distance(np.concatenate(found), expected) < 0.04
 
 
 @pytest.mark.parametrize(
