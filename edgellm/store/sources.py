@@ -21,7 +21,7 @@ from edgellm.graphs.gguf_file import parts_of
 from edgellm.progress import ProgressCallback
 from edgellm.store.home import file_safe
 from edgellm.store.hub import SETTINGS, WEIGHTS, HubModel
-from edgellm.store.wheel_download import WheelMember
+from edgellm.store.wheel_member import WheelMember
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
