@@ -83,23 +83,24 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
                 });
                 weights.template dot_group<ROWS>(g, lane, x.fine + at * edgellm::GROUP, dots);
             }
-            for (int p = 0; p < PANELS; ++p) {
-                for (int part = 0; part < PARTS; ++part) {
-                    const Vec scale = weights.scale(p, g, lane, part) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);
-                    const Vec zero = zero_scaled(scale);
-                    for (int r = 0; r < ROWS; ++r)
-                        sum[p][r] += (FINE ? to_float(dots[p][part][r]) * scale
-                                           : scaled(dots[p][part][r], scale, zero)) *
-                                     splat(x.scale[at + r]);
+            // rows outside: what is broadcast of a row is in a register no longer than its sums are worked on
+            for (int r = 0; r < ROWS; ++r) {
+                const Vec row_scale = splat(x.scale[at + r]);
+                const Vec row_shift = splat((FINE ? x.fine_shift : x.shift)[at + r]);
+                for (int p = 0; p < PANELS; ++p) {
+                    for (int part = 0; part < PARTS; ++part) {
+                        const Vec scale = weights.scale(p, g, lane, part) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);
+                        const IVec dot = dots[p][part][r];
+                        sum[p][r] += (FINE ? to_float(dot) * scale : scaled(dot, scale, zero_scaled(scale))) * row_scale;
+                    }
+                    if (is_affine(ARITHMETIC)) sum[p][r] += weights.offset(p, g, lane) * row_shift;
                 }
-                if (!is_affine(ARITHMETIC)) continue;
-                const Vec offset = weights.offset(p, g, lane);
-                for (int r = 0; r < ROWS; ++r)
-                    sum[p][r] += offset * splat((FINE ? x.fine_shift : x.shift)[at + r]);
             }
         }
-        for (int p = 0; p < weights.panels; ++p)
+        for (int p = 0; p < PANELS; ++p) {  // a bound that is known when it is compiled, as indices of registers are
+            if (p >= weights.panels) break;
             for (int r = 0; r < ROWS; ++r) store(y + r * step + p * edgellm::PANEL + lane, sum[p][r]);
+        }
     }
 }
 
