@@ -263,13 +263,12 @@ def parse(kind: type[T], value: Any, *, where: str) -> T:
         raise _wrong(where, value, "an object")
     dataclass: Any = kind  # mypy: a type variable is not hashable
     known = _fields(dataclass)
-    keys = [key for name, (hint, _) in known.items() for key in _keys(name, hint)]
+    keys = [key for kinds, _ in known.values() for key in kinds]
     unknown = sorted(value.keys() - set(keys))
     if unknown:
         raise ModelFormatError(f"{where}: unknown key {unknown[0]!r}; known are {', '.join(keys)}")
     parsed = {}
-    for name, (hint, required) in known.items():
-        kinds = _keys(name, hint)
+    for name, (kinds, required) in known.items():
         there = [key for key in kinds if key in value]
         if len(there) > 1:
             raise ModelFormatError(f"{where}: keys {' and '.join(there)} exclude each other")
@@ -303,7 +302,7 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
         return value
     if kind in _NAMES:
         return _scalar(kind, value, where)
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin, arguments = _parts(kind)
     if origin is UnionType:
         if value is None and NoneType in arguments:
             return None
@@ -325,12 +324,17 @@ def typed(kind: Any, value: Any, *, where: str) -> Any:
 
 
 @cache
-def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
-    """Map each field of a dataclass to its type, and to whether it has no default."""
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(kind), get_args(kind)
+
+
+@cache
+def _fields(kind: Any) -> dict[str, tuple[dict[str, Any], bool]]:
+    """Map each field of a dataclass to its keys, see `_keys`, and to whether it has no default."""
     hints = get_type_hints(kind)
     return {
         field.name: (
-            hints[field.name],
+            _keys(field.name, hints[field.name]),
             field.default is MISSING and field.default_factory is MISSING,
         )
         for field in fields(kind)
