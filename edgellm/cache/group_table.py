@@ -172,6 +172,8 @@ class GroupTable:
     def cut(self, length: int) -> None:
         """Give back the blocks that hold only positions from `length` on."""
         keep = -(-length // BLOCK)
+        if keep >= len(self.ids):  # behind most steps, for each of their rows
+            return
         # the last one first: blocks are reused in the order of release, and a block is found only
         # while all before it are there
         for number, block in reversed(self.numbered):
