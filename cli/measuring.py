@@ -122,6 +122,13 @@ def _show_memory(llm: LLM) -> None:
         f"in memory now: {memory.total / 1e6:.1f} MB"
         + (f", of which mapped from the bundle's files: {mapped}" if mapped else "")
     )
+    options = engine.options
+    click.echo(
+        f"KV cache: {engine.memory.kv_cache / 1e6:.1f} MB when full, {options.kv_format}; contexts "
+        f"of {engine.ctx_size} tokens"
+        + (f", {options.kv_budget} of them kept" if options.kv_budget else "")
+        + (f"; a token of an answer reads {options.kv_read} at most" if options.kv_read else "")
+    )
 
 
 def _kind(machine: Machine) -> str:

@@ -138,6 +138,26 @@ def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProce
     of_default = cli("plan", "40", *model)
     assert of_default.stdout.count("measured, ") == 1  # there is nothing else to compare with
     assert "faster at this length" not in of_default.stdout
+    assert "KV cache: " in of_default.stdout
+    assert "of them kept" not in of_default.stdout
+
+
+@pytest.mark.skipif(library() is None, reason="budgets need the native kernels")
+def test_the_size_of_the_cache_follows_its_options(
+    bundle_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    def cache(*options: str) -> tuple[float, str]:
+        shown = cli("plan", "40", "-m", str(bundle_path), "-c", "1024", *options).stdout
+        (line,) = (each for each in shown.splitlines() if each.startswith("KV cache: "))
+        return float(line.split()[2]), line.partition("; ")[2]
+
+    whole, text = cache()
+    assert text == "contexts of 1024 tokens"
+    kept, text = cache("--kv-budget", "640")
+    assert text == "contexts of 1024 tokens, 640 of them kept"
+    assert kept < whole
+    _, text = cache("--kv-format", "k4v4", "--kv-read", "512")
+    assert text.endswith("; a token of an answer reads 512 at most")
 
 
 def test_an_interrupt_leaves_no_block_behind(
