@@ -133,7 +133,7 @@ def answers(
                     engine.loop.submit(begun[0].request)
             if not running:
                 return
-            yield Waiting([each.request for each in running], whole=True)
+            yield Waiting([each.request for each in running])
             for each in list(running):
                 answer = each.read()
                 if answer is not None:
@@ -264,8 +264,7 @@ class TextGeneration(Infilling):
             prompts = prompt if is_many(prompt) else [prompt]
             answers = self.batch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order(answers)
-        pending = self._pending(prompt, self._call(arguments), whole=True)  # type: ignore[arg-type]
-        return completion(list(iterate(self.engine.loop, pending)))
+        return completion(list(self.stream(prompt, **arguments)))  # type: ignore[arg-type]
 
     def stream(
         self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
@@ -323,8 +322,8 @@ class TextGeneration(Infilling):
             prompts = prompt if is_many(prompt) else [prompt]
             answers = self.abatch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order([answer async for answer in answers])
-        pending = self._pending(prompt, self._call(arguments), whole=True)  # type: ignore[arg-type]
-        return completion([piece async for piece in aiterate(self.engine.loop, pending)])
+        pieces = self.astream(prompt, **arguments)  # type: ignore[arg-type]
+        return completion([piece async for piece in pieces])
 
     def astream(
         self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
@@ -350,12 +349,10 @@ class TextGeneration(Infilling):
     def _call(self, arguments: CallArguments) -> Call:
         return model_call(self.engine, arguments)
 
-    def _pending(
-        self, prompt: str | Sequence[int], call: Call, *, whole: bool = False
-    ) -> Pending[Piece]:
+    def _pending(self, prompt: str | Sequence[int], call: Call) -> Pending[Piece]:
         context = Context(self.engine, prompt_tokens(self.engine, prompt))
         with Session(self.engine, context, closes=True) as session:
-            yield from session._pending(call, whole=whole)
+            yield from session._pending(call)
 
     def _batch(
         self, prompts: Iterable[Prompt | BatchRequest], n: int, call: Call

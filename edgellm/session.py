@@ -157,16 +157,14 @@ class Session:
             return call
         return replace(call, options=replace(call.options, adapter=self._adapter))
 
-    def _pending(
-        self, call: Call, *, shown_special: Collection[int] = (), whole: bool = False
-    ) -> Pending[Piece]:
+    def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
         options = call.options
         if options.seed is None:
             call = replace(call, options=replace(options, seed=secrets.randbits(32)))
         self._context.catch_up()
         request = Request(self._context, call, closes=self._closes, shown_special=shown_special)
         try:
-            yield from pieces(self._engine.loop, request, whole=whole)
+            yield from pieces(self._engine.loop, request)
         finally:
             self.stats = request.stats()
             self._context.settle()

@@ -33,30 +33,10 @@ _WINDOW = 32
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """An item that waits for news of one of the requests.
-
-    Attributes:
-        whole: whether pieces are no news, as they are of use together: only the end is, and a
-            stream that is full. A reader that wakes for each piece takes 0.1 ms of a step's core.
-    """
-
-    requests: Sequence[Request]
-    whole: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there is news."""
-        if self.whole:
-            return any(request.finished or request.paused for request in self.requests)
-        return any(request.has_news for request in self.requests)
-
-
-@dataclass(frozen=True)
 class _Reader:
     """A reader that waits for news of requests, in a thread or in a thread's event loop."""
 
-    waiting: Waiting
+    requests: Sequence[Request]
     wake: Callable[[], object]
     thread: threading.Thread = field(default_factory=threading.current_thread)
 
@@ -110,21 +90,23 @@ class Loop:
             if request.withdrawn:
                 self._thread.soon(partial(self._batcher.leave, request))
 
-    def wait(self, waiting: Waiting) -> None:
-        """Wait until there is what `waiting` is for.
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Wait until one of the requests has news.
 
         Raises:
             OptionError, EdgeLLMError: see `EngineThread.check`.
         """
         news: queue.SimpleQueue[None] = queue.SimpleQueue()
-        unwatch = self.watch(waiting, partial(news.put, None))
+        unwatch = self.watch(requests, partial(news.put, None))
         try:
             self._thread.wait(news)
         finally:
             unwatch()
 
-    def watch(self, waiting: Waiting, wake: Callable[[], object]) -> Callable[[], object]:
-        """Have `wake` called once, when there is what `waiting` is for; perhaps at once.
+    def watch(
+        self, requests: Sequence[Request], wake: Callable[[], object]
+    ) -> Callable[[], object]:
+        """Have `wake` called once, when one of the requests has news; perhaps at once.
 
         Args:
             wake: called in the engine's thread or in this one; raises nothing.
@@ -138,8 +120,8 @@ class Loop:
         self._thread.check()
         key = object()
         unwatch = partial(self._readers.pop, key, None)
-        self._readers[key] = _Reader(waiting, wake)  # before the look: the engine looks as well
-        if not waiting.is_over:
+        self._readers[key] = _Reader(requests, wake)  # before the look: the engine looks as well
+        if not _have_news(requests):
             self._thread.poke()  # the reader has taken all, so paused requests may go on
         elif unwatch() is not None:
             wake()
@@ -174,19 +156,29 @@ class Loop:
     def _wake(self) -> None:
         """Wake the readers that have news, and forget requests of those whose thread has ended."""
         for key, reader in self._readers.copy().items():  # others come and go meanwhile
-            requests = reader.waiting.requests
-            if reader.waiting.is_over and self._readers.pop(key, None) is not None:
+            if _have_news(reader.requests) and self._readers.pop(key, None) is not None:
                 reader.wake()
             elif not _is_alive(reader.thread) and self._readers.pop(key, None) is not None:
-                for request in requests:
+                for request in reader.requests:
                     self.withdraw(request)
-            elif all(request.withdrawn for request in requests):
+            elif all(request.withdrawn for request in reader.requests):
                 self._readers.pop(key, None)  # of a watch that was interrupted
 
 
 def _is_alive(thread: threading.Thread) -> bool:
     # an interrupt in `Thread.join` has a thread called dead that runs (CPython 3.11)
     return thread.is_alive() or thread in threading.enumerate()
+
+
+def _have_news(requests: Sequence[Request]) -> bool:
+    return any(request.has_news for request in requests)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """An item that waits for news of one of the requests."""
+
+    requests: Sequence[Request]
 
 
 class _Marker(Enum):
@@ -199,11 +191,8 @@ WORKING = _Marker.WORKING
 Pending: TypeAlias = Generator[T | Waiting | Literal[_Marker.WORKING], None, None]
 
 
-def pieces(loop: Loop, request: Request, *, whole: bool = False) -> Pending[Piece]:
+def pieces(loop: Loop, request: Request) -> Pending[Piece]:
     """Submit a request, and take its pieces.
-
-    Args:
-        whole: see `Waiting`.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -219,7 +208,7 @@ def pieces(loop: Loop, request: Request, *, whole: bool = False) -> Pending[Piec
                 yield request.next_piece()
             if finished:
                 break
-            yield Waiting([request], whole=whole)
+            yield Waiting([request])
         request.raise_error()
     finally:
         loop.withdraw(request)
@@ -256,7 +245,7 @@ def iterate(loop: Loop, pending: Pending[T]) -> Iterator[T]:
     try:
         for item in pending:
             if isinstance(item, Waiting):
-                loop.wait(item)
+                loop.wait(item.requests)
             elif item is not WORKING:
                 yield item
     finally:
@@ -278,7 +267,7 @@ async def aiterate(loop: Loop, pending: Pending[T]) -> AsyncGenerator[T, None]:
                 continue
             if isinstance(item, Waiting):
                 requests = item.requests
-                await _news(loop, item)
+                await _news(loop, requests)
             else:
                 yield item  # type: ignore[misc]
             item = next(pending, None)
@@ -289,8 +278,8 @@ async def aiterate(loop: Loop, pending: Pending[T]) -> AsyncGenerator[T, None]:
             await _in_thread(pending.close)
 
 
-async def _news(loop: Loop, waiting: Waiting) -> None:
-    """Wait until there is what `waiting` is for."""
+async def _news(loop: Loop, requests: Sequence[Request]) -> None:
+    """Wait until one of the requests has news."""
     import asyncio  # 30 ms, for asyncio alone
 
     event_loop = asyncio.get_running_loop()
@@ -300,14 +289,14 @@ async def _news(loop: Loop, waiting: Waiting) -> None:
         try:
             event_loop.call_soon_threadsafe(finish)
         except RuntimeError:  # it was closed
-            for request in waiting.requests:
+            for request in requests:
                 loop.withdraw(request)
 
     def finish() -> None:
         if not future.done():  # cancelled
             future.set_result(None)
 
-    unwatch = loop.watch(waiting, wake)
+    unwatch = loop.watch(requests, wake)
     try:
         await future
     finally:

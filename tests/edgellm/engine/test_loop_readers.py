@@ -23,7 +23,6 @@ from loop_checks import assert_idle, raising_once
 from loops import GREEDY, alone, assert_no_new_thread, prompt, short, together, tokens_of
 from waiting import Clock, until
 
-from edgellm.engine.loop import Loop, Waiting
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -48,21 +47,6 @@ def test_readers_take_their_pieces_as_they_come(tiny: LLM) -> None:
                 until(lambda count=count: [len(each) for each in read] == [count] * 3)
         results(readers)
     assert [tuple(each) for each in read] == expected
-
-
-def test_who_wants_whole_answers_is_not_woken_for_each_piece(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits, wait = list[Waiting](), Loop.wait
-    monkeypatch.setattr(Loop, "wait", lambda loop, item: (waits.append(item), wait(loop, item)))
-    options = {**GREEDY, "ignore_eos": True, "speculate": False}
-    answer = tiny.generate(prompt(1, 40), max_tokens=150, **options)
-    assert len(answer.tokens) == 150
-    assert 1 <= len(waits) <= 4  # 64 pieces at a time, and the end
-    waits.clear()
-    batch = tiny.batch([prompt(seed, 40) for seed in range(3)], max_tokens=20, **options)
-    assert [len(each.result().tokens) for each in batch] == [20, 20, 20]
-    assert len(waits) <= 3  # an end each
 
 
 def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:
