@@ -83,7 +83,8 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
                 });
                 weights.template dot_group<ROWS>(g, lane, x.fine + at * edgellm::GROUP, dots);
             }
-            // rows outside: what is broadcast of a row is in a register no longer than its sums are worked on
+            // Rows outside: what is broadcast of a row needs a register for its own sums alone. The other way GCC keeps
+            // the sums in memory, and a prompt of 512 takes 3 % longer (AMD EPYC, Zen 4).
             for (int r = 0; r < ROWS; ++r) {
                 const Vec row_scale = splat(x.scale[at + r]);
                 const Vec row_shift = splat((FINE ? x.fine_shift : x.shift)[at + r]);
@@ -97,7 +98,7 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
                 }
             }
         }
-        for (int p = 0; p < PANELS; ++p) {  // a bound that is known when it is compiled, as indices of registers are
+        for (int p = 0; p < PANELS; ++p) {  // known to the compiler: it keeps the sums in registers
             if (p >= weights.panels) break;
             for (int r = 0; r < ROWS; ++r) store(y + r * step + p * edgellm::PANEL + lane, sum[p][r]);
         }

@@ -26,7 +26,7 @@ import ctypes
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -94,8 +94,10 @@ class LlamaCpp:
         return np.ctypeslib.as_array(pointer, shape)[:-1]
 
 
-def number(value: str) -> Any:
-    return int(value) if value.isdigit() else value
+def options_of(words: Iterable[str]) -> dict[str, Any]:
+    """Options that are written as `NAME=VALUE`; digits are numbers."""
+    pairs = (word.partition("=") for word in words)
+    return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
 
 
 CLASSES: dict[str, type[EdgeLLM] | type[LlamaCpp]] = {"edgellm": EdgeLLM, "llama.cpp": LlamaCpp}
@@ -106,10 +108,7 @@ def work(runtime: str, model: str, window: int, threads: int) -> None:
 
     def load() -> tuple[Callable[[Message], Message], Message]:
         name, *options = runtime.split()
-        given = (option.split("=") for option in options)
-        loaded = CLASSES[name](
-            model, window, threads, {name: number(value) for name, value in given}
-        )
+        loaded = CLASSES[name](model, window, threads, options_of(options))
 
         def answer(question: Message) -> Message:
             logits = loaded.logits(question["tokens"])

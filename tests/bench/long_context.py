@@ -1,4 +1,4 @@
-"""What a long context costs, and what is still found in it, with each way to keep it smaller.
+"""Costs of a long context, and passkeys found in it, with each way to keep its KV cache smaller.
 
     python tests/bench/long_context.py [MODEL] [--length 4000]
         [--ways "kv_format=k4v4,kv_format=k4v4 kv_read=512,kv_budget=1024"]
@@ -8,7 +8,7 @@ A way is options of `edgellm.load`; the first one has none. Each has the same pr
 * MB that the KV cache holds for one sequence of `--length` tokens, and ms a token of an answer
   behind it: answers of `--tokens` tokens, turn and turn about, medians of `--rounds`;
 * passkeys: a number among repeated sentences (Mohtashami and Jaggi, arXiv:2305.16300), in each of
-  `--places` places from the begin to the end, asked for behind them, greedily.
+  `--places` places as far apart, none at an end, asked for behind them, greedily.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import argparse
 import statistics
 import time
 from contextlib import ExitStack
-from typing import Any
 
 import numpy as np
-from fidelity import number
+from fidelity import options_of
 
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
@@ -35,10 +34,6 @@ HIDDEN = f"The pass key is {KEY}. Remember it. {KEY} is the pass key. "
 QUESTION = "\nWhat is the pass key? The pass key is"
 
 
-def options_of(way: str) -> dict[str, Any]:
-    return {key: number(value) for key, _, value in (part.partition("=") for part in way.split())}
-
-
 def haystack(llm: LLM, length: int, place: float) -> list[int]:
     """Token ids of about `length` tokens of sentences with the key at `place` of them, 0 to 1."""
     encode = llm.engine.tokenizer.encode
@@ -49,15 +44,15 @@ def haystack(llm: LLM, length: int, place: float) -> list[int]:
 
 def found(llm: LLM, length: int, places: int) -> int:
     """The number of places where the key is answered."""
-    at = [i / (places - 1) for i in range(places)]
     answers = [
-        llm.generate(haystack(llm, length, place), max_tokens=8, temperature=0).text for place in at
+        llm.generate(haystack(llm, length, place), max_tokens=8, temperature=0).text
+        for place in np.linspace(0, 1, places + 2)[1:-1]
     ]
     return sum(KEY in answer for answer in answers)
 
 
 def megabytes(llm: LLM) -> float:
-    """What sequences hold of the KV cache."""
+    """MB that sequences hold of the KV cache."""
     groups = llm.engine.cache.groups
     return sum(g.pool.used * g.blocks.nbytes / g.blocks.count for g in groups) / 1e6
 
@@ -95,13 +90,13 @@ def main() -> None:
     room = arguments.length + (arguments.rounds + 1) * arguments.tokens + 256
     with ExitStack() as stack:
         llms = [
-            stack.enter_context(load(arguments.model, ctx_size=room, **options_of(way)))
+            stack.enter_context(load(arguments.model, ctx_size=room, **options_of(way.split())))
             for way in ways
         ]
         spent = costs(llms, arguments)
         print("| | MB | ms a token | passkeys |\n|---|---|---|---|", flush=True)
         for way, llm, (mb, ms) in zip(ways, llms, spent, strict=True):
-            hits = found(llm, arguments.length, arguments.places) if arguments.places else 0
+            hits = found(llm, arguments.length, arguments.places)
             print(f"| {way or 'int8'} | {mb:.1f} | {ms:.2f} | {hits} of {arguments.places} |")
 
 
