@@ -23,7 +23,7 @@ from edgellm.cache.eviction import (
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
 from edgellm.kernels.kv_blocks import KV_FORMATS, ROW_FORMATS, SEALED, KVFormat
-from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, MOST_READ
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
 NO_DRAFT = "none"
@@ -203,10 +203,11 @@ class EngineOptions:
         check_choice("kv_format", self.kv_format, KV_FORMATS)
         if self.kv_read is not None:
             check_number("kv_read", self.kv_read, LEAST_READ, MOST_READ, whole=True)
-            if self.kv_format != CHOSEN_FORMAT:
+            if self.kv_format not in CHOSEN_FORMATS:
                 raise OptionError(
                     f"`kv_read` is {self.kv_read} and `kv_format` {self.kv_format!r}: blocks that "
-                    f"matter are told by {CHOSEN_FORMAT} alone; take that, or leave out `kv_read`"
+                    f"matter are told by {' and '.join(CHOSEN_FORMATS)} alone; take one of them, "
+                    "or leave out `kv_read`"
                 )
         check_choice("kv_policy", self.kv_policy, KV_POLICIES)
         if self.kv_budget is not None:

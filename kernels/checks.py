@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, MOST_READ, sealed_end
+from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ, sealed_end
 
 # Query heads of a KV head that choose together: the rows of a task of attention.
 MOST_CHOOSING = 96
@@ -78,11 +78,12 @@ def check_kv_read(tokens: int, format: str, group: int) -> None:
     Raises:
         ValueError: it is refused.
     """
-    right = format == CHOSEN_FORMAT and group <= MOST_CHOOSING
+    right = format in CHOSEN_FORMATS and group <= MOST_CHOOSING
     if not right or not LEAST_READ <= tokens <= MOST_READ:
         raise ValueError(
             f"{tokens} tokens to read of {format} for {group} heads of each KV head; needed are "
-            f"{LEAST_READ} to {MOST_READ} of {CHOSEN_FORMAT} for {MOST_CHOOSING} at most"
+            f"{LEAST_READ} to {MOST_READ} of {' or '.join(CHOSEN_FORMATS)} for {MOST_CHOOSING} at "
+            "most"
         )
 
 

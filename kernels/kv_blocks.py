@@ -22,7 +22,7 @@ token's `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
 where the values of a key, and of int4's V rows, are the row after the Hadamard transform
 (`hadamard/`). The largest number of a key is far larger than most; those of V are nearly alike.
 
-Formats that seal blocks, k8v4 and k4v4, have int8 rows whose V went through the transform as well;
+Formats that seal blocks, such as k4v4, have int8 rows whose V went through the transform as well;
 `sealed_blocks.py` has what becomes of them.
 
 A model with latents has them in place of V. A latent is a part of its token's key as well, behind
@@ -42,26 +42,56 @@ BLOCK = 128
 QUAD = 4
 PANEL = 16
 
-KVFormat = Literal["int8", "int4", "f16", "f32", "k8v4", "k4v4"]
+# In the order of `Format` in cpu/kv_blocks.h.
+KVFormat = Literal["int8", "int4", "f16", "f32", "k8v4", "k4v4", "k4v2"]
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """Bits of a number in sealed blocks.
+
+    `channels` is whether keys have a scale for each channel of a block, not for each row, and
+    `value_scales` the number of scales that a row of V has, each for as many numbers.
+    """
+
+    key_bits: int
+    value_bits: int
+    channels: bool
+    value_scales: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Rows of a format: the type of their elements, bits of a number, whether a row has a scale.
+
+    Keys of rows with scales are rounded after the Hadamard transform, V where `spread_values` says
+    so. `sealing` is what becomes of full blocks; None: they stay rows.
+    """
+
+    dtype: type[np.generic]
+    bits: int
+    scaled: bool = True
+    spread_values: bool = True
+    sealing: Sealing | None = None
+
+
+STORAGE: dict[KVFormat, Storage] = {
+    "int8": Storage(np.int8, 8, spread_values=False),
+    "int4": Storage(np.uint8, 4),
+    "f16": Storage(np.float16, 16, scaled=False, spread_values=False),
+    "f32": Storage(np.float32, 32, scaled=False, spread_values=False),
+    "k8v4": Storage(np.int8, 8, sealing=Sealing(8, 4, channels=False, value_scales=1)),
+    "k4v4": Storage(np.int8, 8, sealing=Sealing(4, 4, channels=True, value_scales=1)),
+    "k4v2": Storage(np.int8, 8, sealing=Sealing(4, 2, channels=True, value_scales=2)),
+}
 KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
 # Formats that seal full blocks, in C++ alone, and those that keep all rows as they are.
-SEALED = ("k8v4", "k4v4")
-ROW_FORMATS = tuple(format for format in KV_FORMATS if format not in SEALED)
-_DTYPES: dict[KVFormat, type[np.generic]] = {
-    "int8": np.int8,
-    "int4": np.uint8,
-    "f16": np.float16,
-    "f32": np.float32,
-    "k8v4": np.int8,
-    "k4v4": np.int8,
-}
-
-# Formats with a scale for each row, whose keys are rounded after the Hadamard transform.
-SCALED = ("int8", "int4", *SEALED)
-# Formats whose V rows are rounded after the Hadamard transform too.
-SPREAD_VALUES = ("int4", *SEALED)
+SEALED = tuple(name for name, storage in STORAGE.items() if storage.sealing is not None)
+ROW_FORMATS = tuple(name for name in STORAGE if name not in SEALED)
+SCALED = tuple(name for name, storage in STORAGE.items() if storage.scaled)
+SPREAD_VALUES = tuple(name for name, storage in STORAGE.items() if storage.spread_values)
 # Version of the meaning of a block's bytes: blocks kept under another version are not read.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 BlockTable = Sequence[int]
 
@@ -73,10 +103,10 @@ class SealedBlocks:
     `sealed_blocks.py` has their layout.
     """
 
-    k: NDArray[Any]
+    k: NDArray[np.uint8]
     v: NDArray[np.uint8]
-    k_scale: NDArray[np.float32]
-    v_scale: NDArray[np.float32]
+    k_scale: NDArray[np.float16]
+    v_scale: NDArray[np.float16]
 
     @property
     def count(self) -> int:
@@ -287,7 +317,7 @@ def allocate(
                 f"key_offset is float32 {shape}, not {key_offset.dtype} {key_offset.shape}"
             )
         key_offset = np.ascontiguousarray(key_offset)
-    dtype = _DTYPES[format]
+    dtype = STORAGE[format].dtype
     row, value_row = (row_elements(format, width) for width in (head_dim, latent or head_dim))
     k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
     v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, value_row, QUAD), dtype)
@@ -308,8 +338,8 @@ def block_bytes(
     *, format: KVFormat, layers: int, kv_heads: int, head_dim: int, latent: int = 0
 ) -> int:
     """Return the size of one block in bytes: BLOCK tokens, K and V, all layers."""
-    bits = 4 if format == "int4" else 8 * np.dtype(_DTYPES[format]).itemsize
-    rows = (head_dim + (latent or head_dim)) * bits // 8 + (8 if format in SCALED else 0)
+    storage = STORAGE[format]
+    rows = (head_dim + (latent or head_dim)) * storage.bits // 8 + (8 if storage.scaled else 0)
     return layers * kv_heads * BLOCK * rows
 
 

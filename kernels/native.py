@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
+from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.state_blocks import StateRows
 
@@ -25,8 +25,6 @@ MAX_HEAD_DIM = 512
 _NAME = "edgellm_cpu"
 _KV_POINTERS = ("k", "v", "k_scale", "v_scale", "key_offset", "table")
 _SEALED_POINTERS = ("k", "v", "k_scale", "v_scale", "table")
-# In the order of `Format` in cpu/kv_blocks.h.
-_FORMATS: tuple[KVFormat, ...] = ("int8", "f32", "f16", "int4", "k8v4", "k4v4")
 
 
 @cache
@@ -153,7 +151,7 @@ class KV(ctypes.Structure):
             blocks.kv_heads,
             blocks.head_dim,
             blocks.latent,
-            _FORMATS.index(blocks.format),
+            KV_FORMATS.index(blocks.format),
             sealed_pool,
             blocks.recent,
         )

@@ -1,37 +1,45 @@
 """Storage of sealed KV blocks: full blocks of 128 tokens, packed to fewer bits.
 
-    k8v4  k        [blocks, layers, kv_heads, BLOCK/16, head_dim/4, 16, 4]  int8
-          k_scale  [blocks, layers, kv_heads, BLOCK]                          f32
-    k4v4  k        [blocks, layers, kv_heads, BLOCK/16, head_dim/8, 16, 4]  uint8
-          k_scale  [blocks, layers, kv_heads, 2, head_dim]                    f32
-          v        [blocks, layers, kv_heads, BLOCK/4, head_dim/2, 4]       uint8
-          v_scale  [blocks, layers, kv_heads, BLOCK]                          f32
+    k        [blocks, layers, kv_heads, BLOCK/16, head_dim * key_bits / 32, 16, 4]  uint8
+    v        [blocks, layers, kv_heads, BLOCK/4, head_dim * value_bits / 8, 4]      uint8
+    k_scale  [blocks, layers, kv_heads, BLOCK], or [.., 2, head_dim] for channels   f16
+    v_scale  [blocks, layers, kv_heads, value_scales, BLOCK]                        f16
+
+with the bits, channels and scales of the format's `Sealing` (`kv_blocks.py`). A byte of two codes
+has number `i` of a row in its low half and number `i + head_dim / 2` in its high half; one of four
+codes has numbers `i`, `i + head_dim / 4` and so on, from its low bits up.
 
 A row in block `m` of a sequence reads blocks 0, `m - 1` and `m` as int8 rows after the Hadamard
 transform, K and V both, and the blocks between as sealed ones, however a prompt is cut. So its bits
 depend on its position alone. `kv_seal/` makes a sealed block of int8 rows:
 
-    k8v4  the keys' codes and scales as they are
-    k4v4  a key is not transformed: number c of it is (2 code - 15) half_c + mid_c, with `half` and
+    k8    the keys' codes as they are, with their scales
+    k4    a key is not transformed: number c of it is (2 code - 15) half_c + mid_c, with `half` and
           `mid` of each channel of the block one behind the other in `k_scale`
-    both  a value is (2 code - 15) * scale, after the Hadamard transform
+    v4    a value is (2 code - 15) * scale, after the Hadamard transform
+    v2    a value is (2 code - 3) * scale, after it, with a scale for each half of a row
 
-in the layout of int4 blocks (`kv_blocks.py`). Keys differ from channel to channel far more than
-from row to row, so a scale for each channel takes 4 bits where a scale for each row takes 8.
+Keys differ from channel to channel far more than from row to row, so a scale for each channel takes
+4 bits where a scale for each row takes 8.
 
-A row can read the best blocks of k4v4 alone, at most `kv_read` tokens with those that are not
-sealed: for each KV head those where one of its queries likely has the largest score, as told by
-`half`, `mid` and the codes of a quarter of the channels (`attention/best_blocks.h`).
+Where keys have scales for channels, a row can read the best blocks alone, at most `kv_read` tokens
+with those that are not sealed: for each KV head those where one of its queries likely has the
+largest score, as told by `half`, `mid` and the codes of a quarter of the channels
+(`attention/best_blocks.h`).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, KVFormat, SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, STORAGE, KVFormat, SealedBlocks
 
-# The format whose sealed blocks are chosen by their keys.
-CHOSEN_FORMAT = "k4v4"
+# The formats whose sealed blocks can be chosen by their keys.
+CHOSEN_FORMATS = tuple(
+    name
+    for name, storage in STORAGE.items()
+    if storage.sealing is not None and storage.sealing.channels
+)
 # The fewest tokens to read: the first block, the last two, and a sealed one.
 LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 
@@ -57,18 +65,16 @@ def allocate_sealed(
     Raises:
         ValueError: the format seals no blocks.
     """
-    if format not in SEALED:
+    sealing = STORAGE[format].sealing
+    if sealing is None:
         raise ValueError(f"{format} seals no blocks; needed is one of {', '.join(SEALED)}")
-    head, row = (blocks, layers, kv_heads), head_dim // 2
-    channels = format == "k4v4"
+    head = blocks, layers, kv_heads
+    key_row, value_row = (head_dim * bits // 8 for bits in (sealing.key_bits, sealing.value_bits))
     return SealedBlocks(
-        np.empty(
-            (*head, BLOCK // PANEL, (row if channels else head_dim) // QUAD, PANEL, QUAD),
-            np.uint8 if channels else np.int8,
-        ),
-        np.empty((*head, BLOCK // QUAD, row, QUAD), np.uint8),
-        np.empty((*head, *((2, head_dim) if channels else (BLOCK,))), np.float32),
-        np.empty((*head, BLOCK), np.float32),
+        np.empty((*head, BLOCK // PANEL, key_row // QUAD, PANEL, QUAD), np.uint8),
+        np.empty((*head, BLOCK // QUAD, value_row, QUAD), np.uint8),
+        np.empty((*head, *((2, head_dim) if sealing.channels else (BLOCK,))), np.float16),
+        np.empty((*head, sealing.value_scales, BLOCK), np.float16),
     )
 
 

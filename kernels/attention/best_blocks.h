@@ -1,4 +1,4 @@
-// The sealed blocks of k4v4 that matter most to a row, found as Quest does (Tang et al., arXiv:2406.10774), but not by the
+// The sealed blocks that matter most to a row, found as Quest does (Tang et al., arXiv:2406.10774), but not by the
 // bounds of their keys; included once for each instruction set.
 //
 // A block of 128 keys has nearly the same bounds as the next one: of 18 heads of SmolLM2-135M that look for a passkey in
@@ -117,8 +117,10 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
     const float* q = queries.q + (size_t(token) * queries.heads + size_t(task.kv_head) * group) * width;
     const auto row_of = [&](int block) { return kv.first_row_in(kv.sealed.table[block], task.layer, task.kv_head); };
     const auto half_of = [&](size_t row) { return kv.sealed.k_scale + row / edgellm::BLOCK * 2 * width; };
+    float half[2 * edgellm::MAX_HEAD_DIM];
     const auto keys_of = [&](size_t row) { return static_cast<const uint8_t*>(kv.sealed.k) + row * width / 2; };
-    const Quads quads = largest_quads(q, group, half_of(row_of(end - 1)), width);
+    widen(half_of(row_of(end - 1)), 2 * width, half);
+    const Quads quads = largest_quads(q, group, half, width);
     const int looked = 8 * quads.count;
     Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(end) + 4 * size_t(group) * looked));
     float* near = reinterpret_cast<float*>(scored + end);
@@ -127,14 +129,15 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
             near[h * looked + i] = q[h * width + 4 * quads.numbers[i / 8] + i % 4 + i / 4 % 2 * (width / 2)];
     for (int block = 1; block < end; ++block) {
         const size_t row = row_of(block), ahead = row_of(std::min(block + 1, end - 1));
-        for (int d = 0; d < 2 * width; d += 16) fetch(half_of(ahead) + d);
+        for (int d = 0; d < 2 * width; d += 32) fetch(half_of(ahead) + d);
         for (int j = 0; j < edgellm::BLOCK; j += edgellm::KEYS)
             for (int n = 0; n < quads.count; ++n)
                 fetch(keys_of(ahead) + edgellm::KV::key_place(j, 4 * quads.numbers[n], width / 2));
+        widen(half_of(row), 2 * width, half);
         float most = -INFINITY;
         const auto look = [&](auto rows, int h) {
             const float score = likely_score<decltype(rows)::value>(q + size_t(h) * width, near + size_t(h) * looked,
-                                                                     half_of(row), keys_of(row), width, quads);
+                                                                     half, keys_of(row), width, quads);
             most = std::max(most, score);
         };
         int h = 0;

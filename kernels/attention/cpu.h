@@ -72,6 +72,7 @@ struct TileState {
 };
 
 #include "int8_rows.h"
+#include "sealed_rows.h"
 #include "float_rows.h"
 
 // Rows first .. first + rows of a KV head over key splits from .. to; `parts` [rows, value_dim + 2].
@@ -195,9 +196,11 @@ private:
 
 // Rows that read the same blocks.
 inline void attend_alike(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
+    if (edgellm::with_sealed_bits(kv.format, [&](auto key, auto value) {
+            Walk<SealedRows<key(), value()>>(kv, queries, task).run();
+        }))
+        return;
     switch (kv.format) {
-        case edgellm::K8V4:
-        case edgellm::K4V4: return Walk<SealedRows>(kv, queries, task).run();
         case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
         case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
         case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();

@@ -1,4 +1,4 @@
-// Query rows against int8, int4 and sealed blocks (see cpu.h); included once for each instruction set.
+// Query rows against int8 and int4 blocks (see cpu.h); included once for each instruction set.
 
 // Brings a cache line into the second-level cache. While a block is computed the next one is fetched, a
 // line with each that is read.
@@ -200,7 +200,7 @@ public:
     template <int R, bool AHEAD>
     void add(TileState& tile, int count, int width) {
         float w_scale[R];
-        split_weights<R>(tile.scores, width, w_scale);
+        split_weights<R>(tile.scores, v_scale_, width, w_scale);
         const int quads = (count + 3) / 4, step = padded(value_dim_);
         constexpr int WIDE = LANES == 16 && R < 4 ? 4 : 2;  // as many as there are registers for
         int d = 0;
@@ -212,21 +212,22 @@ public:
     }
 
 protected:
-    // Weights times v_scale, as two terms of 7 bits; `w_scale` is what the lower one counts.
+    // Weights times `v_scale`, as two terms of 7 bits; `w_scale` is what the lower one counts.
     template <int R>
-    void split_weights(float* weights, int width, float* w_scale) {
+    void split_weights(const float* weights, const float* v_scale, int width, float* w_scale) {
+        const auto scaled_at = [&](int r, int j, Vec scale) EDGELLM_INLINED {
+            const Vec p = load(weights + r * edgellm::BLOCK + j);
+            return p > Vec{} ? p * scale : Vec{};  // no row: no scale either
+        };
         int8_t *high = high_, *low = low_;
         Vec most[R], broken[R];
         unrolled<R>([&](int r) { most[r] = broken[r] = Vec{}; });
         for (int j = 0; j < width; j += LANES) {
-            const Vec scale = load(v_scale_ + j);
-            unrolled<R>([&](int r) {
-                float* at = weights + r * edgellm::BLOCK + j;
-                const Vec p = load(at);
-                const Vec w = p > Vec{} ? p * scale : Vec{};  // no row: no scale either
+            const Vec scale = load(v_scale + j);
+            unrolled<R>([&](int r) EDGELLM_INLINED {
+                const Vec w = scaled_at(r, j, scale);
                 most[r] = larger(w, most[r]);
                 broken[r] += w * splat(0.0f);
-                store(at, w);
             });
         }
         float inverse[R];
@@ -235,14 +236,16 @@ protected:
             inverse[r] = top > 0 ? 16383.0f / top : 0.0f;
             w_scale[r] = top * (1.0f / 16383) + sum_of(broken[r]);
         });
-        for (int j = 0; j < width; j += LANES)
-            unrolled<R>([&](int r) {
+        for (int j = 0; j < width; j += LANES) {
+            const Vec scale = load(v_scale + j);
+            unrolled<R>([&](int r) EDGELLM_INLINED {
                 const int at = r * edgellm::BLOCK + j;
-                const Vec scaled = load(weights + at) * splat(inverse[r]) + splat(0.5f);
+                const Vec scaled = scaled_at(r, j, scale) * splat(inverse[r]) + splat(0.5f);
                 const IVec code = __builtin_convertvector(scaled, IVec) & 16383;
                 store_narrow(high + at, code >> 7);
                 store_narrow(low + at, code & 127);
             });
+        }
     }
 
 private:
@@ -347,125 +350,4 @@ private:
     }
 
     int8_t *keys_, *values_;
-};
-
-// Blocks of int8 rows, whose values went through the Hadamard transform as well, and sealed ones. Codes of 4 bits are
-// multiplied as they are, 0 .. 15, and what they stand for, 2 c - 15, is made of the sums.
-class SealedRows : public Int8Rows {
-public:
-    static size_t bytes(const edgellm::KV& kv) {
-        const size_t rows = 4 * edgellm::ROWS_PER_TASK * size_t(kv.head_dim);
-        return 64 + Int8Rows::bytes(kv) + CodedQueries::bytes(kv.head_dim) + rows;
-    }
-
-    SealedRows(const edgellm::KV& kv, char* memory)
-        : Int8Rows(kv, memory), tile_(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64, head_dim_) {
-        const size_t before = (Int8Rows::bytes(kv) + 63) / 64 * 64 + CodedQueries::bytes(head_dim_);
-        plain_ = reinterpret_cast<float*>(memory + before);
-    }
-
-    void set_query(int r, const float* q, float norm) {
-        Int8Rows::set_query(r, q, norm);
-        for (int d = 0; d < head_dim_; ++d) plain_[size_t(r) * head_dim_ + d] = q[d] * norm;
-    }
-
-    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
-        sealed_ = here.sealed;
-        if (!sealed_) return Int8Rows::open(here, next, count);
-        const edgellm::Sealed& sealed = kv_.sealed;
-        const ptrdiff_t to_next = rows_between(here, next) * head_dim_;
-        const size_t at = here.row * head_dim_;
-        packed_to_next_ = to_next / 2;
-        values4_ = static_cast<const uint8_t*>(sealed.v) + at / 2;
-        v_scale_ = sealed.v_scale + here.row;
-        if (kv_.format == edgellm::K4V4) {
-            keys4_ = static_cast<const uint8_t*>(sealed.k) + at / 2;
-            half_ = sealed.k_scale + here.row / edgellm::BLOCK * 2 * head_dim_;
-        } else {
-            k_ = static_cast<const int8_t*>(sealed.k) + at;
-            k_to_next_ = to_next;
-            k_scale_ = sealed.k_scale + here.row;
-        }
-    }
-
-    // A channel's scale goes into the queries, which are rounded anew for each block:
-    // q . k = sum of (q half) code, and of q mid.
-    template <int R, bool AHEAD>
-    void score(int first, int width, float* scores) {
-        if (!sealed_ || kv_.format == edgellm::K8V4) return Int8Rows::score<R, AHEAD>(first, width, scores);
-        float shift[R];
-        tile_.set_scaled<R>(plain_ + size_t(first) * head_dim_, half_, half_ + head_dim_, shift);
-        tile_.score4<R, AHEAD>(width, keys4_, packed_to_next_, shift, scores);
-    }
-
-    template <int R, bool AHEAD>
-    void add(TileState& tile, int count, int width) {
-        if (!sealed_) return Int8Rows::add<R, AHEAD>(tile, count, width);
-        float w_scale[R];
-        int32_t start[R];
-        split_weights<R>(tile.scores, width, w_scale);
-        unrolled<R>([&](int r) {
-            IVec high = {}, low = {};
-            for (int j = 0; j < edgellm::BLOCK; j += 4 * LANES) {
-                high = dot(high, load_bytes(high_ + r * edgellm::BLOCK + j), Bytes{} + int8_t(1));
-                low = dot(low, load_bytes(low_ + r * edgellm::BLOCK + j), Bytes{} + int8_t(1));
-            }
-            start[r] = -15 * ((sum_of(high) << 7) + sum_of(low));
-        });
-        constexpr int WIDE = LANES == 16 && R < 4 ? 2 : 1;  // as many as there are registers for
-        int d = 0;
-        for (; d + WIDE * LANES <= head_dim_ / 2; d += WIDE * LANES)
-            add_columns4<R, WIDE, false, AHEAD>(tile, d, w_scale, start);
-        for (; d + LANES <= head_dim_ / 2; d += LANES) add_columns4<R, 1, false, AHEAD>(tile, d, w_scale, start);
-        if (d < head_dim_ / 2) add_columns4<R, 1, true, AHEAD>(tile, d, w_scale, start);
-    }
-
-private:
-    // Columns from d on, and those half a head behind them, which the other halves of the bytes have.
-    template <int R, int C, bool PART, bool AHEAD>
-    void add_columns4(TileState& tile, int d, const float* w_scale, const int32_t* start) {
-        const int half = head_dim_ / 2, step = padded(head_dim_), count = PART ? half - d : LANES;
-        IVec high[R][2 * C] = {}, low[R][2 * C] = {};
-        const uint8_t* from = values4_ + 4 * d;
-        const int8_t *high_codes = high_, *low_codes = low_;
-        for (int quad = 0; quad < edgellm::BLOCK / 4; ++quad, from += 4 * half, high_codes += 4, low_codes += 4) {
-            Bytes value[2 * C];
-            unrolled<C>([&](int c) EDGELLM_INLINED {
-                if (AHEAD) fetch(from + 4 * c * LANES + packed_to_next_);
-                Bytes both = {};
-                if (PART)
-                    std::memcpy(&both, from, 4 * size_t(count));
-                else
-                    both = load_bytes(from + 4 * c * LANES);
-                value[2 * c] = low_halves(both);
-                value[2 * c + 1] = high_halves(both);
-            });
-            unrolled<R>([&](int r) EDGELLM_INLINED {
-                const Bytes x = splat_quad(high_codes + r * edgellm::BLOCK);
-                const Bytes y = splat_quad(low_codes + r * edgellm::BLOCK);
-                unrolled<2 * C>([&](int c) EDGELLM_INLINED {
-                    high[r][c] = dot(high[r][c], value[c], x);
-                    low[r][c] = dot(low[r][c], value[c], y);
-                });
-            });
-        }
-        unrolled<R>([&](int r) EDGELLM_INLINED {
-            unrolled<2 * C>([&](int c) EDGELLM_INLINED {
-                float* out = tile.values + size_t(r) * step + d + c % 2 * half + c / 2 * LANES;
-                const Vec sum = to_float(2 * ((high[r][c] << 7) + low[r][c]) + start[r]);
-                const Vec all = load_some(out, count) * splat(tile.shrink[r]) + sum * splat(w_scale[r]);
-                if (PART)
-                    std::memcpy(out, &all, 4 * size_t(count));
-                else
-                    store(out, all);
-            });
-        });
-    }
-
-    CodedQueries tile_;  // of the rows of a tile, for a block
-    float* plain_;
-    const uint8_t *keys4_ = nullptr, *values4_ = nullptr;
-    ptrdiff_t packed_to_next_ = 0;  // bytes from a block's packed codes to those of the next one
-    const float* half_ = nullptr;   // of each channel, then the middles
-    bool sealed_ = false;
 };

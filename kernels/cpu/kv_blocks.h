@@ -4,18 +4,37 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 namespace edgellm {
 
 constexpr int BLOCK = 128;
 constexpr int KEYS = 16;  // keys that share a panel
 
-enum Format : int32_t { INT8 = 0, F32 = 1, F16 = 2, INT4 = 3, K8V4 = 4, K4V4 = 5 };
+// In the order of KVFormat in kernels/kv_blocks.py.
+enum Format : int32_t { INT8, INT4, F16, F32, K8V4, K4V4, K4V2 };
+
+template <int BITS>
+using Bits = std::integral_constant<int, BITS>;
+
+// Calls `run` with the bits of keys and of values in sealed blocks of a format; gives whether it seals any.
+template <typename Run>
+inline bool with_sealed_bits(int32_t format, const Run& run) {
+    switch (format) {
+        case K8V4: return run(Bits<8>{}, Bits<4>{}), true;
+        case K4V4: return run(Bits<4>{}, Bits<4>{}), true;
+        case K4V2: return run(Bits<4>{}, Bits<2>{}), true;
+        default: return false;
+    }
+}
+
+// Scales of a row of sealed values, each for as many of its numbers.
+constexpr int value_scales(int bits) { return bits == 2 ? 2 : 1; }
 
 // Sealed blocks of a sequence; the layout is described in kernels/sealed_blocks.py.
 struct Sealed {
     void *k, *v;
-    float *k_scale, *v_scale;
+    uint16_t *k_scale, *v_scale;  // half-precision floats
     const int64_t* table;  // block ids of the sequence
 };
 
@@ -49,11 +68,14 @@ struct KV {
         return bytes;
     }
 
-    bool seals() const { return format == K8V4 || format == K4V4; }
+    bool seals() const {
+        return with_sealed_bits(format, [](auto, auto) {});
+    }
 
-    // The sealed blocks as a pool of bytes.
-    KV sealed_bytes() const {
-        KV bytes = as_bytes();
+    // The sealed keys, or values, of so many bits as a pool of bytes.
+    KV sealed_bytes(int bits) const {
+        KV bytes = *this;
+        bytes.head_dim = head_dim * bits / 8;
         bytes.k = sealed.k;
         bytes.v = sealed.v;
         return bytes;

@@ -42,6 +42,9 @@ inline void store_some(int8_t* p, IVec v, int count) {
 // The low and the high four bits of bytes, 0 .. 15.
 inline Bytes low_halves(Bytes v) { return v & int8_t(15); }
 inline Bytes high_halves(Bytes v) { return (Bytes)((IVec)v >> 4) & int8_t(15); }
+// BITS bits of each byte, from the bit FROM on.
+template <int BITS, int FROM>
+inline Bytes bits_of(Bytes v) { return (Bytes)((IVec)v >> FROM) & int8_t((1 << BITS) - 1); }
 inline Vec splat(float x) { return x - Vec{}; }
 inline IVec splat_int(int32_t x) { return x - IVec{}; }
 inline Vec to_float(IVec v) { return __builtin_convertvector(v, Vec); }
@@ -254,7 +257,10 @@ inline Vec load_halves(const uint16_t* p) {
     return v;
 #endif
 }
-
+// `n` half-precision floats, a multiple of LANES, as floats.
+inline void widen(const uint16_t* from, int n, float* to) {
+    for (int i = 0; i < n; i += LANES) store(to + i, load_halves(from + i));
+}
 
 // sum[lane] += a[4 lane + i] * b[4 lane + i] over i < 4; a is 0 .. 127, b is -127 .. 127.
 inline IVec dot(IVec sum, Bytes a, Bytes b) {

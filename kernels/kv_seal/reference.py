@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.hadamard import reference as hadamard
-from edgellm.kernels.kv_append.reference import quantize_row, quantize_row4, round_trip
-from edgellm.kernels.kv_blocks import BLOCK, KVFormat
+from edgellm.kernels.kv_append.reference import quantize_row, round_trip
+from edgellm.kernels.kv_blocks import BLOCK, STORAGE, KVFormat
 from edgellm.kernels.sealed_blocks import sealed_end
 
 Floats = NDArray[np.float64]
+# Of normally distributed numbers with a spread of 1: half the step that four levels fit best.
+FIRST_STEP = 0.498
 
 
 def sealed_rows(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> Floats:
@@ -20,10 +24,14 @@ def sealed_rows(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> F
         rows: K less the key offset, or V.
         key: whether the rows are keys, not values.
     """
+    sealing = STORAGE[format].sealing
+    assert sealing is not None
     if not key:
-        return hadamard.transform(np.apply_along_axis(value_row, 2, hadamard.transform(rows)))
-    held = round_trip(rows, format, key=True)
-    return held if format == "k8v4" else np.apply_along_axis(channel, 0, held)
+        values = functools.partial(value_row, bits=sealing.value_bits, scales=sealing.value_scales)
+        return hadamard.transform(np.apply_along_axis(values, 2, hadamard.transform(rows)))
+    if not sealing.channels:
+        return hadamard.transform(np.apply_along_axis(key_row, 2, hadamard.transform(rows)))
+    return np.apply_along_axis(channel, 0, round_trip(rows, format, key=True))
 
 
 def with_sealed(
@@ -76,18 +84,36 @@ def _lines(keys: Floats, block: int) -> tuple[Floats, Floats, Floats]:
     return half, middle, np.rint((rows - middle) / np.where(half > 0, half, 1))
 
 
-def value_row(row: Floats) -> Floats:
-    """Round the int8 codes of a row to odd numbers -15 .. 15, and fit their scale."""
+def key_row(row: Floats) -> Floats:
+    """Round a row to int8 codes."""
     codes, scale = quantize_row(row)
-    steps = quantize_row4(codes.astype(np.float64))[0].astype(np.float64)
-    return np.asarray(steps * (steps @ codes) / (steps @ steps) * np.float64(scale))
+    return codes * np.float64(np.float16(scale))
+
+
+def value_row(row: Floats, *, bits: int, scales: int) -> Floats:
+    """Round the int8 codes of a row to odd numbers, -3 .. 3 or -15 .. 15, and fit their scales."""
+    codes, scale = quantize_row(row)
+    parts = (fitted(part.astype(np.float64), bits) for part in np.split(codes, scales))
+    return np.concatenate([steps * _half(step * np.float64(scale)) for steps, step in parts])
+
+
+def fitted(numbers: Floats, bits: int) -> tuple[Floats, float]:
+    """Return odd numbers and what one of them stands for, the best for them by least squares."""
+    size = np.abs(numbers).max() / 16, FIRST_STEP * np.sqrt(np.square(numbers).mean())
+    top, first = 2**bits - 1, float(size[bits == 2])
+    steps = 2 * np.clip(np.floor(numbers / (2 * first or 1) + (top + 1) / 2), 0, top) - top
+    return steps, float(steps @ numbers / (steps @ steps))
 
 
 def channel(numbers: Floats) -> Floats:
     """Round the numbers `[BLOCK]` of one channel to a line through odd numbers -15 .. 15."""
     low, high = numbers.min(), numbers.max()
     if low == high:
-        return numbers
+        return np.full(BLOCK, _half(low))
     steps = 2 * np.clip(np.floor((numbers - low) * 15 / (high - low) + 0.5), 0, 15) - 15
     half, middle = np.linalg.lstsq(np.stack((steps, np.ones(BLOCK)), 1), numbers)[0]
-    return np.asarray(steps * half + middle)
+    return np.asarray(steps * _half(half) + _half(middle))
+
+
+def _half(number: float) -> float:
+    return float(np.float16(number))

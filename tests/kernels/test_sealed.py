@@ -235,9 +235,12 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
 
 
 def test_sealed_rows_are_near() -> None:
-    """Of the reference itself: what 4 bits lose of each channel, and of each row of V."""
+    """Of the reference itself: what bits lose of each channel, and of each row of V.
+
+    Of normally distributed numbers four levels lose at least 0.343."""
     k, v = rows(BLOCK, 2, 32)
     lost = sealed_rows(k, "k4v4", key=True) - k
     assert np.sqrt(np.square(lost).mean()) < 0.13 * np.sqrt(np.square(k - k.mean(0)).mean())
-    lost = sealed_rows(v, "k4v4", key=False) - v
-    assert np.sqrt(np.square(lost).mean()) < 0.13 * np.sqrt(np.square(v).mean())
+    for format, share in (("k4v4", 0.13), ("k4v2", 0.345)):
+        lost = sealed_rows(v, format, key=False) - v
+        assert np.sqrt(np.square(lost).mean()) < share * np.sqrt(np.square(v).mean())
