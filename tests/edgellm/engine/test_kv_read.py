@@ -117,7 +117,7 @@ def test_rows_before_the_place_are_found_by_all(bundle: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_format": "int8"}, "take that, or leave out"),
+        ({"kv_format": "int8"}, "take one of them, or leave out"),
         ({"kv_read": 511}, "`kv_read` is 511"),
         ({"kv_read": 512.5}, "`kv_read` is 512.5"),
         ({"kv_read": 1 << 31}, "`kv_read` is 2147483648"),
