@@ -54,14 +54,15 @@ def test_cuts_make_no_difference(llm: LLM) -> None:
 
 
 def test_near_int8(llm: LLM, bundle: str) -> None:
-    """The same weights: the answer of a random model hangs on little more than the cache."""
+    """The same weights: the answer of a random model hangs on little more than the cache, whose
+    random values lose a third of themselves with 2 bits."""
     plain = load(bundle, ctx_size=1024)
     logits = []
     for each in (llm, plain):
         sequence = each.engine.cache.sequence()
         logits.append(compute_prompt(each.engine.prefill, TOKENS, sequence))
     error = np.abs(logits[0] - logits[1]).mean() / np.abs(logits[1]).mean()
-    assert 0 < error < 0.1
+    assert 0 < error < (0.34 if llm.options.kv_format == "k4v2" else 0.1)
 
 
 def test_prefixes_forks_rewinds_and_files(llm: LLM, bundle: str, tmp_path: Path) -> None:
