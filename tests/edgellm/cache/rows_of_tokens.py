@@ -85,7 +85,7 @@ def seal(cache: KVCache, sequence: Sequence, count: int) -> None:
         assert block is not None
         assert into is not None
         assert sealed.store.pool.references(into) == 1
-        sealed.store.blocks.arrays[3][into, 0, 0] = row_tokens(hot.store.kv, block)
+        sealed.store.blocks.arrays[3][into, 0, 0, 0] = row_tokens(hot.store.kv, block)
 
 
 def row_tokens(blocks: KVBlocks, block: int) -> np.ndarray:
@@ -105,7 +105,7 @@ def check_sealed(sequence: Sequence) -> None:
             assert block is not None
             rows = row_tokens(hot.store.kv, block)
             if table is sealed:
-                rows = sealed.store.blocks.arrays[3][block, 0, 0]
+                rows = sealed.store.blocks.arrays[3][block, 0, 0, 0]
             assert rows[: len(tokens)].tolist() == tokens, number
 
 
