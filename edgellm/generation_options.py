@@ -28,11 +28,7 @@ class FullContext:
     forgets = False
 
     def forgotten(self, length: int, *, ctx_size: int, keep: int) -> int:
-        """Count the tokens to forget behind the first `keep` of a context of `length`.
-
-        Raises:
-            OptionError: `keep` leaves no room.
-        """
+        """Count the tokens of `length` to forget behind the first `keep`, which may be refused."""
         return 0
 
 

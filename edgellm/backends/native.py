@@ -234,7 +234,7 @@ class NativeModel:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
         here, epsilon = self._weights.layers[layer], self._weights.epsilon
         mixer = here.mixer or here.beside
-        _, _, mix = MIXERS[type(mixer)]
+        _, mix = MIXERS[type(mixer)]
         return mix(self._library, x, mixer, [states], epsilon, threads)
 
     def load_adapter(self, adapter: AdapterWeights) -> None:

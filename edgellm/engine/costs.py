@@ -168,7 +168,7 @@ def known_costs(
         ProviderError: the provider was there then and is not now.
     """
     known = _read(folder)
-    if not any(_provider_of(key) == provider for key in known):
+    if not any(key.partition(" | ")[0] == provider for key in known):
         return None
     measured = from_json(
         known.get(_key(provider, provider, precision, NATIVE, threads)), chunk_sizes
@@ -224,10 +224,6 @@ def _key(provider: str, place: str, precision: str, host: str | None, threads: i
 
     parts = [place, cpu_name(), threads, version(provider), precision, host]
     return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
-
-
-def _provider_of(key: str) -> str:
-    return key.partition(" | ")[0]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -145,18 +145,12 @@ def _channels(attention: Attention) -> int:
     return attention.heads * (attention.head_dim + 2 * attention.latent.rank) // 2
 
 
-def _seen(config: ModelConfig, layer: int, tokens: int) -> int:
-    """Return the number of positions that a token behind `tokens` others sees in a layer."""
-    window = config.layers[layer].attention.window
-    return tokens if window is None else min(tokens, window)
-
-
 def _mean_seen(config: ModelConfig, layer: int, tokens: int) -> float:
     """Return the average number of positions that the tokens of a prompt see in a layer.
 
     The number is half of the prompt or, with a short window, nearly the window.
     """
-    seen = _seen(config, layer, tokens)
+    seen = min(tokens, config.layers[layer].attention.window or tokens)
     return seen * (tokens - seen / 2) / max(tokens, 1)
 
 

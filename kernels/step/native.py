@@ -49,8 +49,6 @@ from edgellm.kernels.step.weights import (
 
 Floats = NDArray[np.float32]
 
-# In the order of `Mixer` in call.h.
-_MIXERS = (type(None), *MIXERS)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -101,7 +99,7 @@ class _Layer(ctypes.Structure):
         ("input", _LayerInput),
         ("laurel", _Laurel),
         ("altup", AltUpLayer),
-        *((name, structure) for name, structure, _ in MIXERS.values()),
+        *((structure.__name__, structure) for structure, _ in MIXERS.values()),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale", "cutoff")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "beside_pool", "beside_slot")),
@@ -209,7 +207,7 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         AltUpLayer.of(layer.altup),
         *(
             structure.of(mixer) if isinstance(mixer, kind) else structure()
-            for kind, (_, structure, _) in MIXERS.items()
+            for kind, (structure, _) in MIXERS.items()
         ),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
@@ -223,7 +221,7 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         slot,
         layer.beside_pool,
         beside_slot,
-        _MIXERS.index(type(layer.mixer)),
+        [type(None), *MIXERS].index(type(layer.mixer)),
         0 if mixer is None else mixer.state_size,
     )
 

@@ -22,22 +22,12 @@ Floats = NDArray[np.float32]
 
 _Mix = Callable[[ctypes.CDLL, Floats, Any, Sequence[StateRows], float, int], Floats]
 
-# By the class of their weights, in the order of `Mixer` in call.h, where 0 is attention: the name
-# of the weights' structure in a layer, the structure, and what takes rows through the op, with the
-# model's epsilon and a number of threads.
-MIXERS: Mapping[type, tuple[str, Any, _Mix]] = {
-    ShortConvWeights: (
-        "short_conv",
-        ShortConvLayer,
-        lambda c, x, w, s, _, n: short_conv(c, x, w, s, threads=n),
-    ),
-    Mamba2Weights: (
-        "mamba2",
-        Mamba2Layer,
-        lambda c, x, w, s, _, n: mamba2(c, x, w.vectors, s, threads=n),
-    ),
+# By the class of their weights, in the order of `Mixer` in call.h, where 0 is attention: the
+# structure of the weights, and the op, with the model's epsilon and a number of threads.
+MIXERS: Mapping[type, tuple[Any, _Mix]] = {
+    ShortConvWeights: (ShortConvLayer, lambda c, x, w, s, _, n: short_conv(c, x, w, s, threads=n)),
+    Mamba2Weights: (Mamba2Layer, lambda c, x, w, s, _, n: mamba2(c, x, w.vectors, s, threads=n)),
     DeltaNetWeights: (
-        "delta_net",
         DeltaNetLayer,
         lambda c, x, w, s, epsilon, n: delta_net(c, x, w, s, epsilon=epsilon, threads=n),
     ),
