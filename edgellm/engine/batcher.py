@@ -74,8 +74,11 @@ class Batcher:
         self._decoder = decoder
         # of decode and prompt rows together, where both are in the same chunks
         self._row_multiple = prefill.row_multiple if prefill is decoder else 1
-        self._costs = StepCosts(row_multiple=self._row_multiple)
-        self._scheduler = self._new_scheduler()
+        self._scheduler: Scheduler[Request] = Scheduler(
+            policy=self._policy(),
+            costs=StepCosts(row_multiple=self._row_multiple),
+            block_size=BLOCK,
+        )
         self._submitted: deque[Request] = deque()
         self._live: dict[int, Request] = {}
         self._parked: list[Request] = []
@@ -376,9 +379,6 @@ class Batcher:
             else:
                 if ended:
                     self.leave(request)
-
-    def _new_scheduler(self) -> Scheduler[Request]:
-        return Scheduler(policy=self._policy(), costs=self._costs, block_size=BLOCK)
 
     def _policy(self) -> SchedulingPolicy:
         """Return the policy that `EngineOptions.scheduling` names."""

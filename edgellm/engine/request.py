@@ -156,10 +156,10 @@ class Request(Stream):
         self.check_free()
         self.context.checked("logit_bias", self._options.logit_bias)
         self.context.checked("stop_tokens", self._options.stop_tokens)
-        shifts = self._options.context_policy == "shift"
-        if not shifts or not self.tokens:
+        forgets = self._options.when_full.forgets
+        if not forgets or not self.tokens:
             self.context.check_prompt()
-        self.context.shifts |= shifts
+        self.context.shifts |= forgets
         self.claim()
 
     def stats(self) -> Stats:
@@ -434,10 +434,10 @@ class Request(Stream):
                 self._progress(report)
 
     def _make_room(self) -> None:
-        """Shift a full context, if the options ask for it."""
-        full = len(self.tokens) > self._engine.ctx_size
-        if full and self._options.context_policy == "shift":
-            self._stats.dropped += self.context.make_room(self._options.keep)
+        """Forget tokens of a full context, if the options ask for it."""
+        if len(self.tokens) > self._engine.ctx_size:
+            rule, keep = self._options.when_full, self._options.keep
+            self._stats.dropped += self.context.make_room(rule, keep)
 
     def _room(self) -> int:
         """Return the number of tokens that may come after the last one."""
@@ -461,8 +461,7 @@ class Request(Stream):
         return self._limit()
 
     def _limit(self) -> FinishReason | None:
-        full = len(self.tokens) > self._engine.ctx_size
-        full = full and self._options.context_policy == "error"
+        full = len(self.tokens) > self._engine.ctx_size and not self._options.when_full.forgets
         # a prompt is computed also where nothing is to be sampled
         none = self._options.max_tokens == 0 and self.context.cached == len(self.tokens)
         none = none and (self._scores is None or self._scores.complete)
