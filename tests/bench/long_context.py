@@ -50,7 +50,7 @@ POLICIES = ",".join(
     ["", *(f"ctx_size=2048 keep={keep}" for keep in (0, 4, 64, 128)), "kv_budget=2048 keep=128"]
 )
 # Tokens that are scored together, that are appended at a time, and that go through the LM head.
-PART, STEP, ROWS = 2000, 100, 50
+PART, STEP, ROWS = 2000, 250, 50
 SENTENCES = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 )
