@@ -15,8 +15,8 @@ machines announce and do not have. One that does not start is left out, with a w
 
 The texts, unless `--text NAME=FILE` names others, come with Python and are not those that models
 are calibrated on: code is `argparse.py`, prose the chapters typesseq, objects, exceptions,
-formatstrings and debugger of its manual (`pydoc_data.topics`). Published figures are of these, in Python 3.11, over eight windows of
-each.
+formatstrings and debugger of its manual (`pydoc_data.topics`). Published figures are of these, in
+Python 3.11, over eight windows of each.
 """
 
 from __future__ import annotations
