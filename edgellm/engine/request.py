@@ -143,6 +143,7 @@ class Request(Stream):
         self._stats = AnswerStats(
             len(context.tokens) + dropped, dropped=dropped, experts=engine.expert_memory
         )
+        self._final: Stats | None = None
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 
@@ -162,8 +163,8 @@ class Request(Stream):
         self.claim()
 
     def stats(self) -> Stats:
-        """Return timings and counts so far."""
-        return self._stats.result(
+        """Return timings and counts so far, or those of the ended answer."""
+        return self._final or self._stats.result(
             self._engine,
             self._speculation,
             tokens=len(self._answer.sampled),
@@ -417,7 +418,10 @@ class Request(Stream):
 
     def put(self, piece: Piece) -> None:
         """Add a piece, see `Stream.put`; the last one has the statistics."""
-        super().put(piece if piece.finish_reason is None else replace(piece, stats=self.stats()))
+        if piece.finish_reason is not None:
+            self._final = self.stats()
+            piece = replace(piece, stats=self._final)
+        super().put(piece)
 
     def _report(self, count: int) -> None:
         if count and (self._wants_reports or self._progress is not None):
