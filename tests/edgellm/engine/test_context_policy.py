@@ -110,6 +110,22 @@ def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
         assert sum(answer.stats.prefill.values()) == 50
 
 
+def test_a_stream_takes_the_memory_of_one_context(llm: LLM) -> None:
+    tokens = llm.engine.tokenizer.encode(TEXT)[::-1]  # no other text begins so
+    sampling = llm.generation_options(temperature=0, max_tokens=0, context_policy="shift")
+    with llm.session() as session:
+        before, held, dropped = llm.engine.cache.used_blocks, [], 0
+        for start in range(0, len(tokens), 60):
+            part = tokens[start : start + 60]
+            session.append(part)
+            stats = session.generate(options=sampling).stats
+            held.append(llm.engine.cache.used_blocks - before)
+            dropped += stats.dropped_tokens
+            assert sum(stats.prefill.values()) == len(part)  # nothing was computed twice
+        assert max(held) == max(held[: CTX // 60]) == CTX // BLOCK
+        assert session.tokens == (*tokens[:4], *tokens[4 + dropped :])
+
+
 def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:
     sampling = llm.generation_options(
         temperature=0, max_tokens=60, ignore_eos=True, context_policy="shift"
