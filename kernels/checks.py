@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, MASS_FORMAT, BlockTable, KVBlocks, SealedBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, MOST_READ, sealed_end
 
@@ -83,6 +83,19 @@ def check_kv_read(tokens: int, format: str, group: int) -> None:
         raise ValueError(
             f"{tokens} tokens to read of {format} for {group} heads of each KV head; needed are "
             f"{LEAST_READ} to {MOST_READ} of {CHOSEN_FORMAT} for {MOST_CHOOSING} at most"
+        )
+
+
+def check_prefill_mass(mass: float, blocks: KVBlocks) -> None:
+    """Refuse a share of the attention that is none, or blocks whose keys do not tell theirs.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    if not 0 < mass <= 1 or blocks.format != MASS_FORMAT or blocks.latent or blocks.recent:
+        raise ValueError(
+            f"{mass} of the attention on {blocks.format}; needed is more than 0 and at most 1, "
+            f"on {MASS_FORMAT} without latents and without blocks that are left out"
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_kv_read, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import block_ids, check_kv_read, check_prefill_mass, check_rope, indices, sealed_ids
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
@@ -141,6 +141,7 @@ class _Span(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
         *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
+        ("mass", ctypes.c_float),
     ]
 
 
@@ -390,6 +391,7 @@ class FusedStep:
                         span.logit_rows,
                         span.adapter_start,
                         span.kv_read or 0,
+                        span.prefill_mass or 0.0,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )
@@ -468,7 +470,7 @@ class FusedStep:
         """Return a span's block ids in each pool, after checks.
 
         Raises:
-            ValueError: a block or position does not exist, or `kv_read` is refused.
+            ValueError: a block or position does not exist, or what is to be read is refused.
         """
         count = len(span.tokens)
         if span.start + count > self._positions:
@@ -481,6 +483,8 @@ class FusedStep:
                 if span.kv_read is not None:
                     group = self._weights.most_heads // pool.kv_heads
                     check_kv_read(span.kv_read, pool.format, group)
+                if span.prefill_mass is not None:
+                    check_prefill_mass(span.prefill_mass, pool)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))
