@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, MASS_FORMAT, BlockTable, KVBlocks, SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, LEAST_MASS, MASS_FORMAT, BlockTable, KVBlocks, SealedBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMAT, LEAST_READ, MOST_READ, sealed_end
 
@@ -92,9 +92,9 @@ def check_prefill_mass(mass: float, blocks: KVBlocks) -> None:
     Raises:
         ValueError: it is refused.
     """
-    if not 0 < mass <= 1 or blocks.format != MASS_FORMAT or blocks.latent or blocks.recent:
+    if not LEAST_MASS <= mass <= 1 or blocks.format != MASS_FORMAT or blocks.latent or blocks.recent:
         raise ValueError(
-            f"{mass} of the attention on {blocks.format}; needed is more than 0 and at most 1, "
+            f"{mass} of the attention on {blocks.format}; needed is {LEAST_MASS} to 1 "
             f"on {MASS_FORMAT} without latents and without blocks that are left out"
         )
 

@@ -59,10 +59,10 @@ def test_whole_blocks_read_those_that_the_reference_chooses(
             read = [each[at, h, None] for each in held]
             expected[rows, of_head] = reference.attend(q[rows, of_head], *read, len(at) - BLOCK)
             sizes.append(len(chosen))
-    assert 4 <= min(sizes) <= max(sizes) < 17
+    assert 4 <= min(sizes) <= max(sizes) < 30
     for isa in HERE:
         found = native.attend(use_isa(isa), blocks, TABLE, 1, q, START, prefill_mass=0.8)
-        np.testing.assert_allclose(found, expected, atol=3e-4, rtol=0, err_msg=isa)
+        np.testing.assert_allclose(found, expected, atol=5e-4, rtol=0, err_msg=isa)
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -91,11 +91,12 @@ def test_a_row_has_its_bits_however_whole_blocks_are_cut(compiled: ctypes.CDLL) 
 @pytest.mark.parametrize("broken", ["q", "k"])
 def test_a_nan_shows(compiled: ctypes.CDLL, broken: str) -> None:
     q, k, v = inputs(4, 2, 16)
+    blocks = filled(k, v)
     if broken == "q":
         q[DENSE_POSITIONS - START + 3, 1] = np.nan
     else:
-        k[900, 0] = np.nan
-    found = native.attend(compiled, filled(k, v), TABLE, 1, q, START, prefill_mass=0.8)
+        blocks.k_scale[TABLE[7], 1, 0, 4] = np.nan
+    found = native.attend(compiled, blocks, TABLE, 1, q, START, prefill_mass=0.8)
     hit = np.isnan(found).any(axis=2)
     if broken == "q":
         assert hit.sum() == hit[DENSE_POSITIONS - START + 3, 1] == 1
