@@ -47,8 +47,8 @@ KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
 # Formats that seal full blocks, in C++ alone, and those that keep all rows as they are.
 SEALED = ("k8v4", "k4v4")
 ROW_FORMATS = tuple(format for format in KV_FORMATS if format not in SEALED)
-# Where whole blocks of queries read a share of the attention (`attention/heavy_blocks.h`): the format, the first
-# position, and the smallest share.
+# Where blocks of queries read a share of the attention (`attention/heavy_blocks.h`): the format,
+# the first position, and the smallest share.
 MASS_FORMAT, DENSE_POSITIONS, LEAST_MASS = "int8", 4096, 0.01
 _DTYPES: dict[KVFormat, type[np.generic]] = {
     "int8": np.int8,

@@ -21,12 +21,12 @@ from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.delta_net.native import delta_net
+from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.mamba2 import Mamba2Weights
 from edgellm.kernels.mamba2.native import mamba2
-from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import first_choosing
@@ -184,7 +184,9 @@ class NativeModel:
             first = max(start, first_choosing(self._kv_read))
         elif self._prefill_mass is not None:
             # rows of a block that is not whole read all
-            whole = 0 if span.answers or (start % BLOCK and start > DENSE_POSITIONS) else end // BLOCK
+            whole = (
+                0 if span.answers or (start % BLOCK and start > DENSE_POSITIONS) else end // BLOCK
+            )
             first = max(start, DENSE_POSITIONS, whole * BLOCK)
         if first < end:
             sequence.shareable = first

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.checks import block_ids, check_kv_read, check_prefill_mass, floats, sealed_ids
+from edgellm.kernels.checks import block_ids, check_reads, floats, sealed_ids
 from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
@@ -68,10 +68,7 @@ def attend(
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
     if window and (kv_read or prefill_mass or blocks.recent):
         raise ValueError(f"a window of {window} and blocks that are left out; only one is allowed")
-    if kv_read is not None:
-        check_kv_read(kv_read, blocks.format, heads // blocks.kv_heads)
-    if prefill_mass is not None:
-        check_prefill_mass(prefill_mass, blocks)
+    check_reads(blocks, heads, kv_read, prefill_mass)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids, into),

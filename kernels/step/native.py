@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_kv_read, check_prefill_mass, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import block_ids, check_reads, check_rope, indices, sealed_ids
 from edgellm.kernels.delta_net import DeltaNetWeights
 from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
@@ -480,11 +480,7 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
-                if span.kv_read is not None:
-                    group = self._weights.most_heads // pool.kv_heads
-                    check_kv_read(span.kv_read, pool.format, group)
-                if span.prefill_mass is not None:
-                    check_prefill_mass(span.prefill_mass, pool)
+                check_reads(pool, self._weights.most_heads, span.kv_read, span.prefill_mass)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

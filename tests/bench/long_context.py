@@ -100,10 +100,13 @@ def main() -> None:
             for way in ways
         ]
         spent = costs(llms, arguments)
-        print("| | s to the first | MB | ms a token | passkeys |\n|---|---|---|---|---|", flush=True)
+        print(
+            "| | s to the first | MB | ms a token | passkeys |\n|---|---|---|---|---|", flush=True
+        )
         for way, llm, (s, mb, ms) in zip(ways, llms, spent, strict=True):
             hits = found(llm, arguments.length, arguments.places)
-            print(f"| {way or 'int8'} | {s:.2f} | {mb:.1f} | {ms:.2f} | {hits} of {arguments.places} |")
+            row = f"| {way or 'int8'} | {s:.2f} | {mb:.1f} | {ms:.2f} "
+            print(f"{row}| {hits} of {arguments.places} |")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,9 @@ def test_a_row_has_its_bits_however_whole_blocks_are_cut(compiled: ctypes.CDLL) 
     blocks = filled(k, v)
 
     def attend(start: int, end: int, **rules: float) -> np.ndarray:
-        return native.attend(compiled, blocks, TABLE, 1, q[start - START : end - START], start, **rules)
+        return native.attend(
+            compiled, blocks, TABLE, 1, q[start - START : end - START], start, **rules
+        )
 
     dense, whole = attend(START, END), attend(START, END, prefill_mass=0.8, threads=2)
     np.testing.assert_array_equal(attend(START, END, prefill_mass=1), dense)

@@ -65,7 +65,10 @@ def test_prefixes_forks_rewinds_and_files(
     again = llm.generate(TOKENS, **ANSWER)
     same(again, expected)
     assert again.stats.cached_tokens == LENGTH // BLOCK * BLOCK
-    for cut in (DENSE_POSITIONS + 60, DENSE_POSITIONS + BLOCK):  # within a block, and where one ends
+    for cut in (
+        DENSE_POSITIONS + 60,
+        DENSE_POSITIONS + BLOCK,
+    ):  # within a block, and where one ends
         tokens = [*TOKENS[:cut], *expected.tokens]
         same(llm.generate(tokens, **ANSWER), start(bundle).generate(tokens, **ANSWER))
     session.append(TOKENS[:90])
