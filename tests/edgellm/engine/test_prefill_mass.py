@@ -57,7 +57,7 @@ def test_cut_anywhere_and_in_company(bundle: str, expected: Completion) -> None:
 def test_prefixes_forks_rewinds_and_files(
     bundle: str, expected: Completion, tmp_path: Path
 ) -> None:
-    """What is found of a prompt are whole blocks, and nothing of an answer."""
+    """Whole blocks of a prompt are found again, and nothing of an answer."""
     llm = start(bundle)
     session = llm.session()
     session.append(TOKENS)
@@ -71,6 +71,9 @@ def test_prefixes_forks_rewinds_and_files(
     ):  # within a block, and where one ends
         tokens = [*TOKENS[:cut], *expected.tokens]
         same(llm.generate(tokens, **ANSWER), start(bundle).generate(tokens, **ANSWER))
+    answer = llm.generate(TOKENS, **{**ANSWER, "max_tokens": 120})  # to the end of a block
+    tokens = [*TOKENS, *answer.tokens, *TOKENS[:9]]
+    same(llm.generate(tokens, **ANSWER), start(bundle).generate(tokens, **ANSWER))
     session.append(TOKENS[:90])
     branch = session.fork()
     behind = session.generate(**ANSWER)
