@@ -127,7 +127,8 @@ class EngineOptions:
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.
-        cache_size: tokens that the shared pool holds for all sessions; None: twice `ctx_size`.
+        cache_size: tokens that the shared pool holds for all sessions, those of one at least; None:
+            those of two. A session has up to `ctx_size`, or `kv_budget` of them.
         memory_limit_bytes: memory of which the KV cache takes a quarter where `ctx_size` is None;
             None: the machine's.
         threads: CPU threads of the process, see `thread_pool.py`; None: all usable cores.

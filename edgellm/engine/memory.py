@@ -18,6 +18,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.mtp import mtp_config
 from edgellm.graphs.tensors import model_tensors
+from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear import PANEL
 from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.store.bundle import Bundle
@@ -330,7 +331,9 @@ def _context_size(
     """
     trained = config.context_length
     if options.ctx_size is None:
-        most = trained if options.cache_size is None else min(trained, options.cache_size)
+        most = trained
+        if options.cache_size is not None and options.kv_budget is None:
+            most = min(trained, options.cache_size)
         if selection.cache_on_gpu:  # where all blocks get memory at once
             return min(most, _LEAST_CONTEXT)
         return _fitting_context(config, options, most, weights=weights)
@@ -385,11 +388,13 @@ def _blocks(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
     Raises:
         OptionError: they do not hold one context.
     """
+    both = context_blocks(config, ctx_size, format=options.kv_format, policy=options.eviction)
     if options.cache_size is None:
-        return context_blocks(config, ctx_size, format=options.kv_format, policy=options.eviction)
-    if options.cache_size < ctx_size:
+        return both
+    least = min(ctx_size, (both // 2 - 1) * BLOCK)  # fewer with a budget
+    if options.cache_size < least:
         raise OptionError(
-            f"`cache_size` is {options.cache_size}; it must hold one session of {ctx_size} tokens"
+            f"`cache_size` is {options.cache_size}; it must hold {least} tokens of one session"
         )
     return pool_blocks(options.cache_size)
 

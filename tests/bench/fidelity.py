@@ -4,8 +4,8 @@
 
 The judge is Hugging Face transformers in float32 on the file's own dequantized weights. Everyone
 gets the same token ids, cut by edgellm's tokenizer into windows that begin on an empty context;
-every token of a window but the first is scored. One window of logits is in memory at a
-time, of the judge and of one runtime.
+every token of a window but the first is scored. One window of the judge's logits is in memory at a
+time, and one of a runtime's in a temporary file.
 
 A runtime is a name and options, which for edgellm are those of `edgellm.load`, and `through=decode`
 for one token at a time: `"edgellm kv_format=f32"`, `"llama.cpp kv=q8_0"`. Each has a process of its
@@ -14,9 +14,9 @@ own; llama.cpp is used through `llama-cpp-python`, built from source, in the int
 machines announce and do not have. One that does not start is left out, with a word about it.
 
 The texts, unless `--text NAME=FILE` names others, come with Python and are not those that models
-are calibrated on: code is `argparse.py`, prose the chapters typesseq, objects and exceptions of its
-manual (`pydoc_data.topics`). Published figures are of these, in Python 3.11, over eight windows of
-each.
+are calibrated on: code is `argparse.py`, prose the chapters typesseq, objects, exceptions,
+formatstrings and debugger of its manual (`pydoc_data.topics`). Published figures are of these, in
+Python 3.11, over eight windows of each.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class EdgeLLM:
         self.through = options.pop("through", "prefill")
         self.engine = load(model, ctx_size=window, threads=threads, **options).engine
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
-        """After each token but the last, `[n - 1, V]`."""
+    def logits(self, tokens: list[int]) -> Iterator[np.ndarray]:
+        """After each token but the last, `[rows, V]`, some rows at a time."""
         from edgellm.measure.perplexity import window_logits
 
-        parts = window_logits(self.engine, tokens, through=self.through)
-        return np.concatenate([rows for _, rows in parts])
+        for _, rows in window_logits(self.engine, tokens, through=self.through):
+            yield rows
 
 
 class LlamaCpp:
@@ -78,7 +78,7 @@ class LlamaCpp:
         kv = options.pop("kv", "")
         self.loaded = Loaded(model, ctx_size=window, threads=threads, kv=kv, genai="")
 
-    def logits(self, tokens: list[int]) -> np.ndarray:
+    def logits(self, tokens: list[int]) -> Iterator[np.ndarray]:
         api, context = self.loaded.api, self.loaded.context
         api.llama_memory_clear(api.llama_get_memory(context), True)
         batch = api.llama_batch_init(len(tokens), 0, 1)
@@ -91,7 +91,7 @@ class LlamaCpp:
         api.llama_batch_free(batch)
         pointer = ctypes.cast(api.llama_get_logits(context), ctypes.POINTER(ctypes.c_float))
         shape = len(tokens), self.loaded.vocab_size
-        return np.ctypeslib.as_array(pointer, shape)[:-1]
+        yield np.ctypeslib.as_array(pointer, shape)[:-1]
 
 
 def options_of(words: Iterable[str]) -> dict[str, Any]:
@@ -116,9 +116,12 @@ def work(runtime: str, model: str, window: int, threads: int) -> None:
         loaded = CLASSES[name](model, window, threads, options_of(options))
 
         def answer(question: Message) -> Message:
-            logits = loaded.logits(question["tokens"])
-            logits.astype(np.float32, copy=False).tofile(question["out"])
-            return {"shape": logits.shape}
+            rows = 0
+            with open(question["out"], "wb") as out:
+                for part in loaded.logits(question["tokens"]):
+                    part.astype(np.float32, copy=False).tofile(out)
+                    rows, width = rows + len(part), part.shape[1]
+            return {"shape": (rows, width)}
 
         return answer, {}
 
@@ -213,7 +216,8 @@ def table(found: dict[str, dict[str, Comparison]]) -> str:
 def default_texts() -> dict[str, str]:
     from pydoc_data import topics
 
-    prose = "\n\n".join(topics.topics[name] for name in ("typesseq", "objects", "exceptions"))
+    chapters = "typesseq", "objects", "exceptions", "formatstrings", "debugger"
+    prose = "\n\n".join(topics.topics[name] for name in chapters)
     return {"prose": prose, "code": Path(argparse.__file__).read_text(encoding="utf-8")}
 
 

@@ -9,6 +9,7 @@ import pytest
 from inspection import cached_prefix, context
 
 from edgellm import ContextOverflowError, OptionError
+from edgellm.generation_options import Shift
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -63,7 +64,7 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
         session.rewind(session.cached)
-        assert llm.engine.thread.call(lambda: context(session).make_room(4)) > 0
+        assert llm.engine.thread.call(lambda: context(session).make_room(Shift(), 4)) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
         fresh.generate(temperature=0, max_tokens=0)
@@ -77,7 +78,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
-        llm.engine.thread.call(lambda: context(session).make_room(4))
+        llm.engine.thread.call(lambda: context(session).make_room(Shift(), 4))
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 
@@ -107,6 +108,22 @@ def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
         assert answer.stats.dropped_tokens == 300 - 4 - 126
         assert answer.stats.cached_tokens == 250 - answer.stats.dropped_tokens
         assert sum(answer.stats.prefill.values()) == 50
+
+
+def test_a_stream_takes_the_memory_of_one_context(llm: LLM) -> None:
+    tokens = llm.engine.tokenizer.encode(TEXT)[::-1]  # no other text begins so
+    sampling = llm.generation_options(temperature=0, max_tokens=0, context_policy="shift")
+    with llm.session() as session:
+        before, held, dropped = llm.engine.cache.used_blocks, [], 0
+        for start in range(0, len(tokens), 60):
+            part = tokens[start : start + 60]
+            session.append(part)
+            stats = session.generate(options=sampling).stats
+            held.append(llm.engine.cache.used_blocks - before)
+            dropped += stats.dropped_tokens
+            assert sum(stats.prefill.values()) == len(part)  # nothing was computed twice
+        assert max(held) == max(held[: CTX // 60]) == CTX // BLOCK
+        assert session.tokens == (*tokens[:4], *tokens[4 + dropped :])
 
 
 def test_saved_and_restored(llm: LLM, tmp_path: Path) -> None:

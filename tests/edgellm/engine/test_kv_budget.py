@@ -157,6 +157,15 @@ def test_a_pool_of_a_budget_keeps_as_many_prefixes_as_asked_for(bundle: str) -> 
     assert [each.stats.cached_tokens for each in found] == [400] * 6
 
 
+def test_a_pool_of_one_budget_is_enough_for_a_longer_context(bundle: str) -> None:
+    llm = start(bundle, cache_size=LEAST_BUDGET)
+    assert llm.engine.ctx_size == 1024
+    same(llm.generate(TOKENS, **ANSWER), start(bundle).generate(TOKENS, **ANSWER))
+    assert start(bundle, cache_size=LEAST_BUDGET, ctx_size=None).engine.ctx_size > LEAST_BUDGET
+    with pytest.raises(OptionError, match=f"it must hold {LEAST_BUDGET} tokens of one session"):
+        start(bundle, cache_size=LEAST_BUDGET - 1)
+
+
 def test_auto_is_what_has_a_budget(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
     monkeypatch.setattr(auto_backend, "auto_choice", lambda *_: pytest.fail("asked for another"))
