@@ -119,6 +119,13 @@ _LOADING = (
         help="Which ones it keeps: the first 128, and the last.",
     ),
     click.option(
+        "--prefill-mass",
+        type=float,
+        metavar="SHARE",
+        help="Share of the attention that prompts keep from token 4,096 on, such as 0.9 (C++ "
+        "kernels and int8 alone): long ones are read sooner, and not quite as well.  [default: 1]",
+    ),
+    click.option(
         "--prefill",
         default="auto",
         show_default=True,

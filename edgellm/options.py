@@ -22,7 +22,14 @@ from edgellm.cache.eviction import (
 )
 from edgellm.checks import check_choice, check_flag, check_number, check_path, check_text
 from edgellm.errors import OptionError
-from edgellm.kernels.kv_blocks import KV_FORMATS, ROW_FORMATS, SEALED, KVFormat
+from edgellm.kernels.kv_blocks import (
+    KV_FORMATS,
+    LEAST_MASS,
+    MASS_FORMAT,
+    ROW_FORMATS,
+    SEALED,
+    KVFormat,
+)
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ
 
 # Value of `draft` with which neither another model nor the model's own head drafts.
@@ -63,6 +70,7 @@ class EngineArguments(TypedDict, total=False):
     kv_read: int | None
     kv_budget: int | None
     kv_policy: KVPolicy
+    prefill_mass: float | None
     ctx_size: int | None
     cache_size: int | None
     memory_limit_bytes: int | None
@@ -111,6 +119,11 @@ class EngineOptions:
             native kernels alone and formats that pack no blocks. The others are forgotten, and what
             stays of a context that shifts is computed again. None: all.
         kv_policy: which ones stay. sinks: the first block of 128 tokens, and the last ones.
+        prefill_mass: with int8 and the native kernels, share of the attention that a block of 128
+            tokens of a prompt keeps from token 4,096 on, such as 0.9: it reads the first block,
+            itself, the one before, and those others that take most of it. What is left over behind
+            the last whole block of a prompt, and answers, read all, and are for their own session
+            alone. None: all read all.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.
@@ -162,6 +175,7 @@ class EngineOptions:
     kv_read: int | None = None
     kv_budget: int | None = None
     kv_policy: KVPolicy = "sinks"
+    prefill_mass: float | None = None
     ctx_size: int | None = None
     cache_size: int | None = None
     memory_limit_bytes: int | None = None
@@ -217,6 +231,15 @@ class EngineOptions:
                 raise OptionError(
                     f"`kv_budget` is {self.kv_budget} and `kv_format` {self.kv_format!r}: what is "
                     f"packed is not forgotten; take one of {', '.join(ROW_FORMATS)}"
+                )
+        if self.prefill_mass is not None:
+            check_number("prefill_mass", self.prefill_mass, LEAST_MASS, 1)
+            if self.kv_format != MASS_FORMAT or self.kv_budget is not None:
+                raise OptionError(
+                    f"`prefill_mass` is {self.prefill_mass}, `kv_format` {self.kv_format!r} and "
+                    f"`kv_budget` {self.kv_budget}: blocks tell their share of the attention in "
+                    f"{MASS_FORMAT} alone, where none is left out; take that without `kv_budget`, "
+                    "or leave out `prefill_mass`"
                 )
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)

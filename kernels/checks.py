@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, BlockTable, SealedBlocks
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    LEAST_MASS,
+    MASS_FORMAT,
+    BlockTable,
+    KVBlocks,
+    SealedBlocks,
+)
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ, sealed_end
 
@@ -69,21 +76,31 @@ def sealed_ids(table: BlockTable, blocks: SealedBlocks, *, tokens: int) -> NDArr
     return ids
 
 
-def check_kv_read(tokens: int, format: str, group: int) -> None:
-    """Refuse a number of tokens to read that is too small, or a cache whose blocks are not chosen.
+def check_reads(
+    blocks: KVBlocks, heads: int, kv_read: int | None, prefill_mass: float | None
+) -> None:
+    """Refuse to read a part of a cache whose blocks do not tell which, or too small a part.
 
     Args:
-        group: number of query heads for each KV head.
+        heads: number of query heads.
+        kv_read, prefill_mass: number of tokens, or share of the attention; None: all.
 
     Raises:
         ValueError: it is refused.
     """
+    group, format = heads // blocks.kv_heads, blocks.format
     right = format in CHOSEN_FORMATS and group <= MOST_CHOOSING
-    if not right or not LEAST_READ <= tokens <= MOST_READ:
+    if kv_read is not None and not (right and LEAST_READ <= kv_read <= MOST_READ):
         raise ValueError(
-            f"{tokens} tokens to read of {format} for {group} heads of each KV head; needed are "
+            f"{kv_read} tokens to read of {format} for {group} heads of each KV head; needed are "
             f"{LEAST_READ} to {MOST_READ} of {' or '.join(CHOSEN_FORMATS)} for {MOST_CHOOSING} at "
             "most"
+        )
+    right = format == MASS_FORMAT and not blocks.latent and not blocks.recent
+    if prefill_mass is not None and not (right and LEAST_MASS <= prefill_mass <= 1):
+        raise ValueError(
+            f"{prefill_mass} of the attention on {format}; needed is {LEAST_MASS} to 1 "
+            f"on {MASS_FORMAT} without latents and without blocks that are left out"
         )
 
 

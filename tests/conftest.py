@@ -240,6 +240,12 @@ def deep_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a longer context."""
+    return make_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=8192)
+
+
+@pytest.fixture(scope="session")
 def export_static(tiny_model: Path) -> Callable[..., Path]:
     """Exports the tiny model with static scales: `export_static(out)`, or with other options."""
 

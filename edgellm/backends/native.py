@@ -20,6 +20,7 @@ from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
+from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.lora import AdapterWeights
@@ -49,6 +50,12 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     compiled = library()
     assert compiled is not None
     _check_sizes(parts.bundle.config)
+    mass = parts.options.prefill_mass
+    if mass is not None and any(each.latent for each in parts.bundle.config.attentions.values()):
+        raise UnsupportedModelError(
+            f"`prefill_mass` is {mass}, and the model has latents in place of K and V, whose "
+            "blocks do not tell their share of the attention; leave it out"
+        )
     weights = open_packed_weights(parts.bundle)
     pools = [group.blocks for group in parts.cache.groups]
     selection = parts.selection
@@ -63,6 +70,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
         threads=threads,
         expert_memory=parts.options.expert_memory,
         kv_read=parts.options.kv_read,
+        prefill_mass=parts.options.prefill_mass,
     )
     return model, model.head
 
@@ -121,6 +129,7 @@ class NativeModel:
         threads: int,
         expert_memory: int | None = None,
         kv_read: int | None = None,
+        prefill_mass: float | None = None,
     ) -> None:
         """Take over the weights.
 
@@ -128,6 +137,7 @@ class NativeModel:
             ropes: RoPE tables that layers name by their index, for the whole context.
             pools: pools of KV blocks and states that layers name by their index.
             kv_read: tokens that rows of answers read at most; None: all.
+            prefill_mass: share of the attention that whole blocks of prompts read; None: all.
         """
         self.head = PackedHead(library, weights, threads=threads)
         self._library = library
@@ -139,7 +149,7 @@ class NativeModel:
         own = [i for i, layer in enumerate(weights.layers) if layer.kv_from is None]
         self._readers = own[-1] + 1
         self._threads = threads
-        self._kv_read = kv_read
+        self._kv_read, self._prefill_mass = kv_read, prefill_mass
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
@@ -160,12 +170,21 @@ class NativeModel:
         return cut(spans, *result, threads=self._threads)
 
     def _keep_apart(self, span: Span) -> None:
-        """Keep rows that read a part of their context from sequences that would read all of it."""
+        """Keep rows from sequences that would read another part of their context."""
         sequence = span.sequence
-        if self._kv_read is None or not span.answers or sequence.shareable is not None:
+        if sequence.shareable is not None:
             return
-        first = max(len(sequence), first_choosing(self._kv_read))
-        if first < len(sequence) + len(span.tokens):
+        start, end = len(sequence), len(sequence) + len(span.tokens)
+        first = end
+        if self._kv_read is not None and span.answers:
+            first = max(start, first_choosing(self._kv_read))
+        elif self._prefill_mass is not None:
+            # rows of a block that is not whole read all
+            whole = (
+                0 if span.answers or (start % BLOCK and start > DENSE_POSITIONS) else end // BLOCK
+            )
+            first = max(start, DENSE_POSITIONS, whole * BLOCK)
+        if first < end:
             sequence.shareable = first
 
     def _through(
@@ -180,9 +199,11 @@ class NativeModel:
         not enter them.
         """
         steps = [step_span(span) for span in spans]
-        if self._kv_read is not None:
+        if self._kv_read is not None or self._prefill_mass is not None:
             steps = [
-                replace(step, kv_read=self._kv_read) if span.answers else step
+                replace(step, kv_read=self._kv_read)
+                if span.answers
+                else replace(step, prefill_mass=self._prefill_mass)
                 for step, span in zip(steps, spans, strict=True)
             ]
 

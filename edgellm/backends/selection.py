@@ -190,6 +190,12 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"`kv_budget` is {options.kv_budget}, `prefill` {prefill} and `decode` {decode}: the "
             f"C++ kernels alone leave blocks out; take {NATIVE} for both, or no `kv_budget`"
         )
+    if options.prefill_mass is not None and (prefill, decode) != (NATIVE, NATIVE):
+        raise OptionError(
+            f"`prefill_mass` is {options.prefill_mass}, `prefill` {prefill} and `decode` {decode}: "
+            f"the C++ kernels alone read a part of a prompt; take {NATIVE} for both, or no "
+            "`prefill_mass`"
+        )
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
@@ -198,7 +204,8 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
 
 def needs_native(options: EngineOptions) -> bool:
     """Whether the C++ kernels alone have the options of the KV cache."""
-    return options.kv_format in SEALED or options.kv_budget is not None
+    parts = (options.kv_budget, options.prefill_mass)
+    return options.kv_format in SEALED or any(part is not None for part in parts)
 
 
 def _native_for_cache(options: EngineOptions) -> EngineOptions:

@@ -129,6 +129,9 @@ class LoadedModel:
             notes.append(f"scheduling {used}, not {asked}: {self.selection.one_processor}")
         if self.options.kv_budget is not None and self.cache.policy is None:
             notes.append("`kv_budget` has no effect: no layer sees all positions")
+        windows = (each.window for each in self.config.attentions.values())
+        if self.options.prefill_mass is not None and None not in windows:
+            notes.append("`prefill_mass` has no effect: no layer sees all positions")
         if self.options.expert_memory is not None and not self.config.has_experts:
             notes.append("`expert_memory` has no effect: the model has no experts")
         elif self.options.expert_memory is not None and self.expert_memory is None:
@@ -146,7 +149,7 @@ class LoadedModel:
         manifest = self.bundle.manifest
         values = (
             f"{manifest.source_sha256 or manifest.files}{self.options.kv_format}/{LAYOUT_VERSION}"
-            f"{self.options.eviction or ''}"
+            f"{self.options.eviction or ''}{self.options.prefill_mass or ''}"
             f"{json.dumps(manifest.config.to_json(), sort_keys=True)}/{FORMAT_VERSION}"
             f"{key_basis.fingerprint(manifest)}"
         )

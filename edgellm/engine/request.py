@@ -21,6 +21,7 @@ from edgellm.engine.plan import Arrival, Layers, Underway
 from edgellm.engine.prefill_job import PrefillJob
 from edgellm.engine.speculation import speculation
 from edgellm.engine.stream import Stream
+from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
 from edgellm.kernels.sampling import Logits, log_sum_exp
 from edgellm.kernels.sealed_blocks import first_choosing
 from edgellm.progress import Progress
@@ -307,9 +308,10 @@ class Request(Stream):
         if self._scores is not None and not self._scores.complete:
             # so may one that has lost the hidden states of its tokens
             self.context.forget(max(0, self.context.cached - self._scores.known))
-        computed, end = self.computed, len(self.tokens)
+        end = len(self.tokens)
         answer = end - len(self._answer.sampled)
-        kv_read = self._engine.options.kv_read
+        rows = self._whole_blocks(rows, answer)
+        computed, kv_read = self.computed, self._engine.options.kv_read
         # rows of the answer that read a part of what they see come by themselves
         choosing = end if kv_read is None else max(answer, first_choosing(kv_read))
         if computed < choosing:
@@ -339,6 +341,23 @@ class Request(Stream):
             adapter=adapter,
             adapter_start=plain,
         )
+
+    def _whole_blocks(self, rows: int, end: int) -> int:
+        """Return the rows of a prompt that come next, so that blocks which read a part are whole.
+
+        Args:
+            rows: number that was to come.
+            end: end of the prompt.
+        """
+        if self._engine.options.prefill_mass is None or self.computed >= end:
+            return rows
+        if self.computed > DENSE_POSITIONS:
+            # found in a block of another prompt, or given back with rows of one
+            self.context.forget(self.context.cached - self.computed // BLOCK * BLOCK)
+        until = self.computed + rows
+        if DENSE_POSITIONS < until < end:
+            until = max(until // BLOCK, self.computed // BLOCK + 1) * BLOCK
+        return min(until, end) - self.computed
 
     @property
     def wants_states(self) -> bool:

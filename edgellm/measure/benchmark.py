@@ -25,6 +25,9 @@ from edgellm.measure.explain import limits
 from edgellm.measure.roofline import work_of
 from edgellm.progress import Progress, ProgressCallback
 
+# Options with which rows read a part of the KV cache.
+_PARTS = ("kv_read", "kv_budget", "prefill_mass")
+
 
 @dataclass(frozen=True)
 class BenchResult:
@@ -124,8 +127,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "decode": engine.decoder.name,
         "decode_precision": engine.decoder.precision,
         "kv_format": engine.options.kv_format,
-        "kv_read": engine.options.kv_read,
-        "kv_budget": engine.options.kv_budget,
+        **{part: getattr(engine.options, part) for part in _PARTS},
         "ctx_size": engine.ctx_size,
         "peak_memory_bytes": peak_memory_bytes(),
     }
@@ -134,13 +136,13 @@ def environment(engine: Engine) -> dict[str, Any]:
 def shares(results: SequenceOf[BenchResult], engine: Engine) -> list[str]:
     """Compare results with the processor's arithmetic and memory, a line each.
 
-    There is none on a GPU, nor where answers see or read a part of the cache.
+    There is none on a GPU, nor where a part of the cache is seen or read.
 
     A prompt is bound by the peak of 8-bit products, and decode by how fast memory is read.
     """
     if NATIVE not in (engine.prefill.placement.provider, engine.decoder.name):
         return []
-    if engine.options.kv_read is not None or engine.options.kv_budget is not None:
+    if any(getattr(engine.options, part) is not None for part in _PARTS):
         return []
     limit = limits(engine, 1)
     lines = []
@@ -178,7 +180,7 @@ def to_markdown(results: SequenceOf[BenchResult], engine: Engine) -> str:
         f"{setting['prefill']} {setting['prefill_precision']} + {setting['decode']} "
         f"{setting['decode_precision']}"
     )
-    parts = (f" {part} {setting[part]}" for part in ("kv_read", "kv_budget") if setting[part])
+    parts = (f" {part} {setting[part]}" for part in _PARTS if setting[part])
     kv = setting["kv_format"] + "".join(parts)
     for result in results:
         lines.append(

@@ -81,10 +81,12 @@ struct AttendTask {
     int layer, kv_head, first, rows, from, to;
     float* parts;
     edgellm::BlockPlace next;
-    edgellm::BlockList chosen;  // blocks that the rows, of one token, read; without any: those that they see
+    edgellm::BlockList chosen;  // blocks that all rows read; without any: those that they see
+    edgellm::BlockLists lists;  // those that rows of whole blocks of positions read
 };
 
 #include "best_blocks.h"
+#include "heavy_blocks.h"
 
 template <typename Rows>
 class Walk {
@@ -208,9 +210,10 @@ inline void attend_alike(const edgellm::KV& kv, const edgellm::Queries& queries,
     }
 }
 
-// Where blocks are sealed or left out, the rows of a block agree on which ones they read, and how.
+// Where blocks are sealed, left out or chosen, the rows of a block agree on which ones they read, and how.
 inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
-    if (task.chosen.count || !(kv.seals() || kv.recent)) return attend_alike(kv, queries, task);
+    const bool choose = task.lists.of.from < task.lists.of.to;
+    if (task.chosen.count || !(kv.seals() || kv.recent || choose)) return attend_alike(kv, queries, task);
     const int group = queries.heads / kv.kv_heads;
     for (int done = 0; done < task.rows;) {
         AttendTask part = task;
@@ -218,6 +221,7 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
         const int token = part.first / group, in_block = (queries.start + token) % edgellm::BLOCK;
         part.rows = std::min(task.rows - done, (token + edgellm::BLOCK - in_block) * group - part.first);
         part.parts += size_t(done) * (kv.value_dim() + 2);
+        part.chosen = task.lists[(queries.start + token) / edgellm::BLOCK];
         attend_alike(kv, queries, part);
         done += part.rows;
     }
@@ -235,9 +239,18 @@ inline void attend(const edgellm::AttendCall& call) {
     const int value_dim = call.kv.value_dim(), group = queries.heads / call.kv.kv_heads;
     const int all = queries.tokens * group, run = queries.kv_read ? group : edgellm::ROWS_PER_TASK;
     const int tasks = (all + run - 1) / run;
+    const edgellm::BlockRange sparse = edgellm::sparse_blocks(queries.start, queries.tokens, queries.mass);
+    const int choosing = sparse.to - sparse.from;
+    const size_t stride = sparse.to + 1;
+    std::vector<int32_t> lists(call.kv.kv_heads * choosing * stride);
+    edgellm::parallel(call.kv.kv_heads * choosing, call.threads, [&](int index) {
+        const int kv_head = index / choosing, block = sparse.from + index % choosing;
+        choose_heavy(call.kv, queries, call.layer, kv_head, block, lists.data() + index * stride);
+    });
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
         static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
-        AttendTask task{call.layer, index / tasks, index % tasks * run, 0, 0, 0, parts, {}, {}};
+        AttendTask task{call.layer, index / tasks, index % tasks * run, 0, 0, 0, parts, {}, {}, {}};
+        task.lists = {lists.data() + task.kv_head * choosing * stride, stride, sparse};
         task.next = {call.kv.first_row(0, call.layer, task.kv_head), false};
         task.rows = std::min(run, all - task.first);
         const int last = queries.start + (task.first + task.rows - 1) / group;

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.checks import block_ids, check_kv_read, floats, sealed_ids
+from edgellm.kernels.checks import block_ids, check_reads, floats, sealed_ids
 from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
@@ -19,7 +19,7 @@ class _Call(ctypes.Structure):
         ("kv", KV),
         ("q", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("heads", "tokens", "start", "window", "kv_read")),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_float) for name in ("mass", "scale", "softcap")),
         ("sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("layer", "threads")),
@@ -37,6 +37,7 @@ def attend(
     sealed: BlockTable = (),
     window: int | None = None,
     kv_read: int | None = None,
+    prefill_mass: float | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: NDArray[np.float32] | None = None,
@@ -48,7 +49,8 @@ def attend(
         library: the compiled kernels.
 
     Raises:
-        ValueError: heads, layer, queries, block table or `kv_read` do not fit the pool.
+        ValueError: heads, layer, queries, block table or what is read of it do not
+            fit the pool.
     """
     tokens, heads, _ = q.shape
     if heads % blocks.kv_heads or not 0 <= layer < blocks.layers:
@@ -64,10 +66,9 @@ def attend(
         into = sealed_ids(sealed, blocks.sealed, tokens=start + tokens)
     elif blocks.format in SEALED:
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
-    if window and (kv_read is not None or blocks.recent):
+    if window and (kv_read or prefill_mass or blocks.recent):
         raise ValueError(f"a window of {window} and blocks that are left out; only one is allowed")
-    if kv_read is not None:
-        check_kv_read(kv_read, blocks.format, heads // blocks.kv_heads)
+    check_reads(blocks, heads, kv_read, prefill_mass)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
         KV.of(blocks, ids, into),
@@ -77,6 +78,7 @@ def attend(
         start,
         window or 0,
         kv_read or 0,
+        prefill_mass or 0.0,
         blocks.head_dim**-0.5 if scale is None else scale,
         softcap or 0.0,
         address(of_heads),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from edgellm.kernels.kv_blocks import BLOCK, PANEL
+
 
 def attend(
     q: NDArray[np.floating],
@@ -49,3 +51,35 @@ def attend(
             weights = np.exp(scores - largest)
             out[token, head] = weights @ values / (weights.sum() + np.exp(sink[0] - largest))
     return out
+
+
+def heavy_blocks(
+    q: NDArray[np.floating], k: NDArray[np.floating], mass: float, *, scale: float | None = None
+) -> list[int]:
+    """Return the key blocks that a whole block of query positions reads for a KV head, in order.
+
+    The first one, its own and the one before, and the fewest others with which they have `mass` of
+    the attention, on average of the heads, as told by the antidiagonals of tiles of 16 queries and
+    16 keys.
+
+    Args:
+        q: its queries `[128, H, D]`, those of the last 128 keys.
+        k: keys `[n, D]`, a multiple of 128.
+    """
+    own, tiles = len(k) // BLOCK - 1, BLOCK // PANEL
+    keys = k.astype(np.float64).reshape(-1, PANEL, k.shape[1])
+    queries = q.astype(np.float64).reshape(tiles, PANEL, *q.shape[1:])[:, ::-1]
+    scores = np.einsum("irhd,jrd->hij", queries, keys) / PANEL
+    scores *= q.shape[-1] ** -0.5 if scale is None else scale
+    later = np.arange(len(keys)) > own * tiles + np.arange(tiles)[:, None]
+    scores[:, later] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    of_blocks = weights.sum((0, 1)).reshape(-1, tiles).sum(-1)
+    chosen = list({0, max(own - 1, 0), own})
+    for block in np.argsort(-of_blocks):
+        if of_blocks[chosen].sum() >= mass * of_blocks.sum():
+            break
+        if block not in chosen:
+            chosen.append(int(block))
+    return sorted(chosen)

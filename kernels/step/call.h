@@ -129,7 +129,9 @@ struct Span {
     int32_t logit_rows;            // the last so many of them go through the head
     int32_t adapter_start;         // the first so many of them go without the adapter
     int32_t kv_read;               // tokens that each row reads at most, in layers behind the first ones; 0: all
+    float mass;                    // share of the attention that whole blocks of rows read; 0: all
 
+    BlockRange sparse_blocks() const { return edgellm::sparse_blocks(start, rows, mass); }
     bool chooses() const { return kv_read > 0 && start + rows > kv_read / BLOCK * BLOCK; }
 };
 

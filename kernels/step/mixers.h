@@ -208,6 +208,7 @@ protected:
         });
         if (layer.has_own_kv()) seal_blocks(worker, layer);
         if (heads.chooses) choose(worker, layer, heads);
+        if (heads.sparse) choose_by_mass(worker, layer, heads);
         attention(worker, layer, heads);
         every_row(
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o), readers_behind(layer));
@@ -292,7 +293,29 @@ protected:
         const edgellm::Span& span = call_.spans[s];
         const float* q = b_.q + size_t(places_.spans[s].row) * heads.width();
         return {q,           heads.heads,   span.rows,   span.start, layer.window,
-                span.kv_read, layer.scale, layer.softcap, layer.sinks};
+                span.kv_read, heads.sparse ? span.mass : 0, layer.scale, layer.softcap, layer.sinks};
+    }
+
+    // The lists of blocks that whole blocks of a span's positions read, for a KV head; they share the place of `chosen`.
+    edgellm::BlockLists lists(const edgellm::Heads& heads, int s, int kv_head) const {
+        const edgellm::Span& span = call_.spans[s];
+        const edgellm::BlockRange blocks = span.sparse_blocks();
+        if (!heads.sparse || blocks.from == blocks.to) return {};
+        const int first = (places_.spans[s].row + blocks.from * edgellm::BLOCK - span.start) / edgellm::BLOCK;
+        return {chosen(heads, first, kv_head), size_t(heads.kv_heads) * places_.chosen, blocks};
+    }
+
+    // Chooses what whole blocks of positions read.
+    void choose_by_mass(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
+        for (int s = 0; s < call_.span_count; ++s) {
+            const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
+            worker.each((blocks.to - blocks.from) * heads.kv_heads, [&](int item) {
+                const int block = blocks.to - 1 - item / heads.kv_heads, kv_head = item % heads.kv_heads;
+                const edgellm::BlockLists lists = this->lists(heads, s, kv_head);
+                int32_t* list = const_cast<int32_t*>(lists.lists) + (block - blocks.from) * lists.stride;
+                choose_heavy(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, kv_head, block, list);
+            });
+        }
     }
 
     // The blocks that rows of answers read.
@@ -301,7 +324,7 @@ protected:
             const int r = item / heads.kv_heads, kv_head = item % heads.kv_heads, span = span_of_[r];
             if (!heads.spans[span].chooses) return;
             const int first = (r - places_.spans[span].row) * heads.group;
-            const AttendTask task{layer.slot, kv_head, first, heads.group, 0, 0, nullptr, {}, {}};
+            const AttendTask task{layer.slot, kv_head, first, heads.group, 0, 0, nullptr, {}, {}, {}};
             choose_blocks(kv_of(layer, span), queries_of(layer, heads, span), task, chosen(heads, r, kv_head));
         });
     }
@@ -361,7 +384,8 @@ protected:
             const Attention next = attention_of(heads, std::min(item + call_.threads, items - 1));
             attend_rows(kv_of(layer, at.span), queries_of(layer, heads, at.span),
                         {layer.slot, at.kv_head, first, rows, from, to,
-                         part(heads, at.span, at.split, at.kv_head, first), first_place(layer, heads, next), blocks});
+                         part(heads, at.span, at.split, at.kv_head, first), first_place(layer, heads, next), blocks,
+                         lists(heads, at.span, at.kv_head)});
         });
     }
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_kv_read, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import block_ids, check_reads, check_rope, indices, sealed_ids
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.experts.native import (
     ROUTER_VECTORS,
@@ -132,6 +132,7 @@ class _Span(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
         *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
+        ("mass", ctypes.c_float),
     ]
 
 
@@ -382,6 +383,7 @@ class FusedStep:
                         span.logit_rows,
                         span.adapter_start,
                         span.kv_read or 0,
+                        span.prefill_mass or 0.0,
                     )
                     for span, at, of in zip(spans, pointers, states_of, strict=True)
                 )
@@ -460,7 +462,7 @@ class FusedStep:
         """Return a span's block ids in each pool, after checks.
 
         Raises:
-            ValueError: a block or position does not exist, or `kv_read` is refused.
+            ValueError: a block or position does not exist, or what is to be read is refused.
         """
         count = len(span.tokens)
         if span.start + count > self._positions:
@@ -470,9 +472,7 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
-                if span.kv_read is not None:
-                    group = self._weights.most_heads // pool.kv_heads
-                    check_kv_read(span.kv_read, pool.format, group)
+                check_reads(pool, self._weights.most_heads, span.kv_read, span.prefill_mass)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

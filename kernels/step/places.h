@@ -26,6 +26,7 @@ struct Heads {
     int heads, kv_heads, head_dim, key_dim, value_dim, group;  // group: query heads of each KV head
     int recent;    // as in KV
     bool chooses;  // whether rows may read a part of what they see
+    bool sparse;   // whether whole blocks of rows may
     std::vector<Tasks> spans;
 
     int width() const { return heads * key_dim; }
@@ -37,12 +38,14 @@ struct Places {
     std::vector<Place> spans;  // behind the last one the totals
     std::vector<Heads> kinds;  // those that layers have
     std::vector<int> kind_of;  // of each layer that attends
-    int chosen = 0;            // blocks that a row may choose at most
+    int chosen = 0;            // blocks that a row may choose at most, or numbers of the list of a block of rows
+    int choosing = 0;          // rows, or blocks of them, that have a place for what they choose
+    bool sparse = false;       // whether blocks of rows choose
 };
 
-inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool chooses) {
+inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool chooses, bool sparse) {
     Heads result{heads, kv.kv_heads, kv.head_dim, kv.key_dim(), kv.value_dim(), heads / kv.kv_heads,
-                 kv.recent, chooses, {{}}};
+                 kv.recent, chooses, sparse, {{}}};
     result.spans.reserve(call.span_count + 1);
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
@@ -63,12 +66,19 @@ inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool choose
 
 inline Places places_of(const StepCall& call) {
     Places places{{{0, 0}}, {}, {}};
+    places.choosing = call.count;
     places.spans.reserve(call.span_count + 1);
     places.kind_of.reserve(call.model->layer_count);
     for (int s = 0; s < call.span_count; ++s) {
         const Place& last = places.spans.back();
         places.spans.push_back({last.row + call.spans[s].rows, last.logit + call.spans[s].logit_rows});
         if (call.spans[s].chooses()) places.chosen = std::max(places.chosen, call.spans[s].kv_read / BLOCK);
+        const BlockRange blocks = call.spans[s].sparse_blocks();
+        if (blocks.from < blocks.to) {  // in layers whose blocks rows do not choose one by one
+            places.sparse = true;
+            places.choosing = call.count / BLOCK + 1;
+            places.chosen = std::max(places.chosen, blocks.to + 1);
+        }
     }
     for (int l = 0; l < call.model->layer_count; ++l) {
         const Layer& layer = call.model->layers[l];
@@ -77,13 +87,16 @@ inline Places places_of(const StepCall& call) {
             continue;
         }
         const KV& kv = call.pools[layer.pool];
-        const bool chooses = places.chosen > 0 && l >= DENSE_LAYERS;
+        const bool chooses = places.chosen > 0 && !places.sparse && l >= DENSE_LAYERS;
+        // rows of layers that read K and V of others may be there alone, whose block is not
+        const bool sparse = places.sparse && layer.window == 0 && layer.has_own_kv();
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
             return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim &&
-                   each.key_dim == kv.key_dim() && each.recent == kv.recent && each.chooses == chooses;
+                   each.key_dim == kv.key_dim() && each.recent == kv.recent && each.chooses == chooses &&
+                   each.sparse == sparse;
         });
         places.kind_of.push_back(static_cast<int>(alike - places.kinds.begin()));
-        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv, chooses));
+        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv, chooses, sparse));
     }
     return places;
 }

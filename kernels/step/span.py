@@ -31,6 +31,9 @@ class StepSpan:
         adapter_start: number of first tokens that go without it.
         kv_read: tokens that each row reads at most, in C++ alone, see `sealed_blocks.py`; the first
             two layers read all. None: all layers do.
+        prefill_mass: share of the attention, about, that whole blocks of rows from position 4,096
+            on read, in C++ alone, in layers with K and V of their own that see all positions. None:
+            all layers read all.
     """
 
     tables: Sequence[BlockTable]
@@ -41,6 +44,7 @@ class StepSpan:
     adapter_start: int = 0
     states: Sequence[StateView | None] = ()
     kv_read: int | None = None
+    prefill_mass: float | None = None
 
     def last_rows(self, count: int) -> StepSpan:
         """Return the span of the last `count` rows, where those before need no more layers."""

@@ -96,8 +96,13 @@ class LlamaCpp:
 
 def options_of(words: Iterable[str]) -> dict[str, Any]:
     """Options that are written as `NAME=VALUE`; digits are numbers."""
-    pairs = (word.partition("=") for word in words)
-    return {name: int(value) if value.isdigit() else value for name, _, value in pairs}
+
+    def read(value: str) -> int | float | str:
+        if value.isdigit():
+            return int(value)
+        return float(value) if value.replace(".", "", 1).isdigit() else value
+
+    return {name: read(value) for name, _, value in (word.partition("=") for word in words)}
 
 
 CLASSES: dict[str, type[EdgeLLM] | type[LlamaCpp]] = {"edgellm": EdgeLLM, "llama.cpp": LlamaCpp}

@@ -5,6 +5,7 @@
 
 A way is options of `edgellm.load`; the first one has none. Each has the same prompts:
 
+* seconds to the first token behind `--length` tokens of the Python manual, once;
 * MB that the KV cache holds for one sequence of `--length` tokens, and ms a token of an answer
   behind it: answers of `--tokens` tokens, turn and turn about, medians of `--rounds`;
 * passkeys: a number among repeated sentences (Mohtashami and Jaggi, arXiv:2305.16300), in each of
@@ -82,15 +83,17 @@ def megabytes(llm: LLM) -> float:
     return sum(g.pool.used * g.blocks.nbytes / g.blocks.count for g in groups) / 1e6
 
 
-def costs(llms: list[LLM], arguments: argparse.Namespace) -> list[tuple[float, float]]:
-    """MB and ms a token of each, behind the same made-up prompt."""
-    vocabulary = llms[0].engine.config.vocab_size
-    tokens = np.random.default_rng(0).integers(0, vocabulary, arguments.length).tolist()
+def costs(llms: list[LLM], arguments: argparse.Namespace) -> list[tuple[float, float, float]]:
+    """Seconds to the first token, MB and ms a token of each, behind the same prompt."""
+    tokens = text_of(llms[0], arguments.length)[: arguments.length]
+    first = []
     with ExitStack() as stack:
         sessions = [stack.enter_context(llm.session()) for llm in llms]
         for session in sessions:
             session.append(tokens)
+            start = time.perf_counter()
             session.generate(max_tokens=1, ignore_eos=True)
+            first.append(time.perf_counter() - start)
         held = [megabytes(llm) for llm in llms]
         times: list[list[float]] = [[] for _ in llms]
         for turn in range(arguments.rounds):
@@ -99,7 +102,8 @@ def costs(llms: list[LLM], arguments: argparse.Namespace) -> list[tuple[float, f
                 start = time.perf_counter()
                 sessions[i].generate(max_tokens=arguments.tokens, ignore_eos=True, speculate=False)
                 times[i].append((time.perf_counter() - start) / arguments.tokens)
-        return [(mb, 1e3 * statistics.median(each)) for mb, each in zip(held, times, strict=True)]
+        medians = [1e3 * statistics.median(each) for each in times]
+        return list(zip(first, held, medians, strict=True))
 
 
 @dataclass
@@ -205,10 +209,13 @@ def main() -> None:
             for way in ways
         ]
         spent = costs(llms, arguments)
-        print("| | MB | ms a token | passkeys |\n|---|---|---|---|", flush=True)
-        for way, llm, (mb, ms) in zip(ways, llms, spent, strict=True):
+        print(
+            "| | s to the first | MB | ms a token | passkeys |\n|---|---|---|---|---|", flush=True
+        )
+        for way, llm, (s, mb, ms) in zip(ways, llms, spent, strict=True):
             hits = found(llm, arguments.length, arguments.places)
-            print(f"| {way or 'int8'} | {mb:.1f} | {ms:.2f} | {hits} of {arguments.places} |")
+            row = f"| {way or 'int8'} | {s:.2f} | {mb:.1f} | {ms:.2f} "
+            print(f"{row}| {hits} of {arguments.places} |")
 
 
 if __name__ == "__main__":
