@@ -53,6 +53,7 @@ class Session:
         self._context = context
         self._closes = closes
         self.stats: Stats | None = None
+        self.composed: Composition | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def test_rows_are_what_they_would_be_there(
     table = [4, 0]
     for layer in range(2):
         append(blocks, table, layer, 0, *rng.standard_normal((2, 256, 3, 16)).astype(np.float32))
-    move(blocks, table, start, count, target=2, row=row, distance=distance, inv_freq=INV_FREQ)
+    move(blocks, table, start, count, targets=[2], row=row, distance=distance, inv_freq=INV_FREQ)
     for layer in range(2):
         for i in range(count):
             block, at = table[(start + i) // BLOCK], (start + i) % BLOCK
@@ -64,7 +64,7 @@ def test_keys_with_an_offset_turn_without_it() -> None:
     for blocks in (plain, less):
         for layer in range(2):
             append(blocks, [1], layer, 0, k, v)
-        move(blocks, [1], 40, 50, target=0, row=7, distance=33, inv_freq=INV_FREQ)
+        move(blocks, [1], 40, 50, targets=[0], row=7, distance=33, inv_freq=INV_FREQ)
     for layer in range(2):
         for row in range(7, 57):
             found = less.key_rows(0, layer, row) + offset[layer]
@@ -76,7 +76,7 @@ def test_nothing_else_is_written() -> None:
     blocks = allocate(format="f32", blocks=3, layers=1, kv_heads=1, head_dim=8)
     ones = np.ones((128, 1, 8), np.float32)
     append(blocks, [0], 0, 0, ones, ones)
-    move(blocks, [0], 10, 4, target=2, row=3, distance=7, inv_freq=[(1.0,)])
+    move(blocks, [0], 10, 4, targets=[2], row=3, distance=7, inv_freq=[(1.0,)])
     written = np.isfinite(blocks.v[2, 0]).transpose(0, 1, 3, 2).reshape(BLOCK, 8).all(axis=1)
     assert np.flatnonzero(written).tolist() == [3, 4, 5, 6]
     assert np.isnan(blocks.v[1]).all()
