@@ -27,7 +27,14 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("start", "count", "row", "distance"),
-    [(5, 1, 0, 5), (130, 120, 8, 122), (100, 60, 40, 60), (128, 128, 0, 128), (250, 6, 122, 256)],
+    [
+        (5, 1, 0, 5),
+        (130, 120, 8, 122),
+        (100, 60, 40, 60),
+        (128, 128, 0, 128),
+        (250, 6, 122, 256),
+        (3, 250, 50, -700),
+    ],
 )
 @pytest.mark.usefixtures("poisoned")
 def test_rows_are_what_they_would_be_there(
@@ -38,20 +45,21 @@ def test_rows_are_what_they_would_be_there(
     table = [4, 0]
     for layer in range(2):
         append(blocks, table, layer, 0, *rng.standard_normal((2, 256, 3, 16)).astype(np.float32))
-    move(blocks, table, start, count, targets=[2], row=row, distance=distance, inv_freq=INV_FREQ)
+    move(blocks, table, start, count, targets=[2, 3], row=row, distance=distance, inv_freq=INV_FREQ)
     for layer in range(2):
         for i in range(count):
             block, at = table[(start + i) // BLOCK], (start + i) % BLOCK
+            target, to = 2 + (row + i) // BLOCK, (row + i) % BLOCK
             before, _ = keys(blocks, block, layer, at)
-            after, error = keys(blocks, 2, layer, row + i)
+            after, error = keys(blocks, target, layer, to)
             expected = reference.move(before[None], distance, INV_FREQ[layer])[0]
             assert (np.abs(after - expected).max(axis=1) <= error).all()
             assert (
-                blocks.value_rows(2, layer, row + i) == blocks.value_rows(block, layer, at)
+                blocks.value_rows(target, layer, to) == blocks.value_rows(block, layer, at)
             ).all()
             if blocks.v_scale is not None:
                 assert (
-                    blocks.v_scale[2, layer, :, row + i] == blocks.v_scale[block, layer, :, at]
+                    blocks.v_scale[target, layer, :, to] == blocks.v_scale[block, layer, :, at]
                 ).all()
 
 
