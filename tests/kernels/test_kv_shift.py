@@ -33,7 +33,7 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
         (100, 60, 40, 60),
         (128, 128, 0, 128),
         (250, 6, 122, 256),
-        (3, 250, 50, -700),
+        (3, 250, 5, -700),
     ],
 )
 @pytest.mark.usefixtures("poisoned")
