@@ -71,6 +71,7 @@ def main() -> None:
     model = parser.parse_args().model
     plain, llm = load(model, ctx_size=6144), load(model, ctx_size=6144)
     parts = {question: parts_of(plain, question) for question in QUESTIONS}
+    plain.generate("Hello", max_tokens=1)  # weights are read, and are not part of the time
     cold_session, cold = first_token(plain, parts[QUESTIONS[0]], 1)
     expected = {q: answered(first_token(plain, parts[q], 1)[0]) for q in QUESTIONS}
     llm.compose(parts[QUESTIONS[0]], recompute=0, parse_special=True).close()
