@@ -24,7 +24,7 @@ _SAMPLING = (
     ),
     click.option(
         "--context-policy",
-        type=click.Choice(CONTEXT_POLICIES),
+        type=click.Choice(list(CONTEXT_POLICIES)),
         help="In a full context: end, or shift: forget the older half and go on.  [default: error]",
     ),
     click.option("--keep", type=int, help="First tokens that shift never forgets.  [default: 4]"),

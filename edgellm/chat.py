@@ -241,9 +241,9 @@ class Chat:
     def _prompt(self, call: Call, tool_options: ToolOptions) -> ChatPrompt:
         """Return the prompt of the conversation, without the turns that are forgotten.
 
-        With the context policy `shift`, turns are forgotten here if need be.
+        With a context policy that forgets, turns are forgotten here if need be.
         """
-        engine, context_policy = self._engine, call.options.context_policy
+        engine, forgets = self._engine, call.options.when_full.forgets
         first = int(self.messages[0].role == "system")
         turns = [i for i, m in enumerate(self.messages) if m.role == "user" and i > first]
 
@@ -252,11 +252,11 @@ class Chat:
             return chat_prompt(engine, shown, tool_options, logit_filter=call.logit_filter)
 
         begin = self.messages[first : first + len(self._forgotten)]
-        if context_policy == "error" or begin != self._forgotten:
+        if not forgets or begin != self._forgotten:
             self._forgotten = []  # `messages` may have become another conversation
         prompt = asked()
         whole = len(prompt.tokens)
-        if context_policy == "shift" and whole > engine.ctx_size * 3 // 4:
+        if forgets and whole > engine.ctx_size * 3 // 4:
             for turn in turns:
                 seen = turn > first + len(self._forgotten)
                 if seen and len(prompt.tokens) > engine.ctx_size // 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypedDict, get_args
+from typing import Literal, TypedDict
 
 from edgellm.checks import (
     check_choice,
@@ -20,7 +20,34 @@ from edgellm.store.manifest import Manifest
 from edgellm.store.sources import ALIASES, DEFAULT_MODEL
 
 ContextPolicy = Literal["error", "shift"]
-CONTEXT_POLICIES: tuple[str, ...] = get_args(ContextPolicy)
+
+
+class FullContext:
+    """Rule for a full context: a prompt that is too long is an error, and an answer ends."""
+
+    forgets = False
+
+    def forgotten(self, length: int, *, ctx_size: int, keep: int) -> int:
+        """Count the tokens of `length` to forget behind the first `keep`, which may be refused."""
+        return 0
+
+
+class Shift(FullContext):
+    """Rule that forgets the older half of what stands behind the first tokens."""
+
+    forgets = True
+
+    def forgotten(self, length: int, *, ctx_size: int, keep: int) -> int:
+        window = (ctx_size - keep) // 2
+        if window < 1:
+            raise OptionError(
+                f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is "
+                "allowed"
+            )
+        return max(0, length - window - keep)
+
+
+CONTEXT_POLICIES: Mapping[ContextPolicy, FullContext] = {"error": FullContext(), "shift": Shift()}
 
 # Names of llama.cpp's samplers, in its usual order.
 SAMPLERS = (
@@ -266,14 +293,14 @@ class GenerationOptions:
             if value is not None or name not in MAY_BE_NONE:
                 check_number(name, value, low, high, whole=whole)
         self._check_samplers()
-        if self.prompt_logprobs is not None and self.context_policy == "shift":
-            raise OptionError(
-                "`prompt_logprobs` needs all of the prompt, and `context_policy` shift may forget "
-                "a part of it; leave out one of them"
-            )
         check_flag("ignore_eos", self.ignore_eos)
         check_flag("speculate", self.speculate)
         check_choice("context_policy", self.context_policy, CONTEXT_POLICIES)
+        if self.prompt_logprobs is not None and self.when_full.forgets:
+            raise OptionError(
+                "`prompt_logprobs` needs all of the prompt, and `context_policy` "
+                f"{self.context_policy} may forget a part of it; leave out one of them"
+            )
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         check_texts("stop", self.stop)
@@ -294,6 +321,11 @@ class GenerationOptions:
             )
         for token in self.stop_tokens:
             check_number("stop_tokens", token, 0, whole=True)
+
+    @property
+    def when_full(self) -> FullContext:
+        """Rule for a full context, which `context_policy` names."""
+        return CONTEXT_POLICIES[self.context_policy]
 
     def _check_samplers(self) -> None:
         if self.mirostat not in (0, 2) or isinstance(self.mirostat, bool):

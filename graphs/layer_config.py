@@ -12,7 +12,7 @@ from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import LARGEST, check_sizes
-from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv, StateMixer
+from edgellm.graphs.state_mixers import Mamba2, StateMixer
 from edgellm.kernels.experts import Routing
 
 _MOST_EXPERTS = 1 << 12
@@ -217,7 +217,7 @@ class Attention:
 
 
 # What mixes the rows of a sequence in a layer.
-Mixer = Attention | ShortConv | Mamba2 | DeltaNet
+Mixer = Attention | StateMixer
 
 
 @dataclass(frozen=True, kw_only=True)

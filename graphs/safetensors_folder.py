@@ -9,11 +9,10 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
@@ -22,20 +21,27 @@ from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.tensor import Tensor, checked
 
-DTYPES: Mapping[str, Any] = {
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
-    "I64": np.int64,
-    "I32": np.int32,
-    "U32": np.uint32,
-    "I8": np.int8,
-    "U8": np.uint8,
-}
 FLOATS = ("F32", "F16", "BF16")
 _INDEX = "model.safetensors.index.json"
+
+
+@cache
+def dtypes() -> Mapping[str, Any]:
+    """Map the names of dtypes in safetensors to numpy's."""
+    import ml_dtypes  # 7 ms, which programs that open a bundle need not wait for
+
+    return {
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "I64": np.int64,
+        "I32": np.int32,
+        "U32": np.uint32,
+        "I8": np.int8,
+        "U8": np.uint8,
+    }
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Entry:
 
     Attributes:
         file: file that holds the tensor.
-        dtype: name of the dtype in safetensors, a key of `DTYPES`.
+        dtype: name of the dtype in safetensors, a key of `dtypes()`.
         first: first byte of the tensor's data in the file.
     """
 
@@ -134,7 +140,7 @@ class SafetensorsFolder:
             ModelFormatError: the tensor is missing or cut off, or the file is not readable.
         """
         entry = self.entry(key)
-        dtype = np.dtype(DTYPES[entry.dtype])
+        dtype = np.dtype(dtypes()[entry.dtype])
         count = int(np.prod(entry.shape, dtype=np.int64))
         try:
             values = np.fromfile(entry.file, dtype, count, offset=entry.first)
@@ -156,7 +162,7 @@ class SafetensorsFolder:
         def float32() -> NDArray[np.float32]:
             return self.read(key).astype(np.float32)
 
-        nbytes = math.prod(entry.shape) * np.dtype(DTYPES[entry.dtype]).itemsize
+        nbytes = math.prod(entry.shape) * np.dtype(dtypes()[entry.dtype]).itemsize
         tensor = Tensor(entry.shape, entry.dtype, float32, nbytes=nbytes)
         return checked(tensor, f"{entry.file}: tensor {key}")
 

@@ -45,11 +45,9 @@ def library() -> ctypes.CDLL | None:
     loaded = ctypes.CDLL(str(path))
     loaded.edgellm_isa.restype = ctypes.c_char_p
     loaded.edgellm_set_isa.argtypes = [ctypes.c_char_p]
-    for name in ("attend", "append", "seal", "linear", "candidates", "experts"):
-        loaded[f"edgellm_{name}"].restype = None
-    for name in ("append_latents", "short_conv", "mamba2", "delta_net"):
-        loaded[f"edgellm_{name}"].restype = None
-    loaded.edgellm_step.restype = ctypes.c_int32
+    # keeps the interpreter's lock: a reader that gets it before the step keeps it for 50 µs
+    workspace = ctypes.PyDLL(str(path)).edgellm_step_workspace
+    loaded.edgellm_step_workspace = workspace  # type: ignore[attr-defined]
     loaded.edgellm_step_workspace.restype = ctypes.c_size_t
     loaded.edgellm_experts_workspace.restype = ctypes.c_size_t
     loaded.edgellm_bare_products.restype = ctypes.c_double

@@ -220,7 +220,7 @@ def test_import_is_light() -> None:
     code = (
         "import sys, edgellm, edgellm.llm;"
         "print(*{'torch', 'triton', 'onnxruntime', 'transformers', 'gguf', 'onnx', "
-        "'requests', 'jinja2', 'click'} & set(sys.modules))"
+        "'requests', 'jinja2', 'click', 'ml_dtypes'} & set(sys.modules))"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(found.stdout.split()) <= {"onnx"}  # onnx_ir imports it

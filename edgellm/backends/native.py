@@ -20,20 +20,16 @@ from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.delta_net.native import delta_net
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.lora import AdapterWeights
-from edgellm.kernels.mamba2 import Mamba2Weights
-from edgellm.kernels.mamba2.native import mamba2
 from edgellm.kernels.native import MAX_HEAD_DIM, library
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.sealed_blocks import first_choosing
-from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.short_conv.native import short_conv
 from edgellm.kernels.state_blocks import StateRows
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan, Weights
 from edgellm.kernels.step.checks import check_adapter
+from edgellm.kernels.step.native_mixers import MIXERS
 
 Floats = NDArray[np.float32]
 
@@ -236,15 +232,10 @@ class NativeModel:
 
     def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
         """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
-        here, library = self._weights.layers[layer], self._library
+        here, epsilon = self._weights.layers[layer], self._weights.epsilon
         mixer = here.mixer or here.beside
-        if isinstance(mixer, ShortConvWeights):
-            return short_conv(library, x, mixer, [states], threads=threads)
-        if isinstance(mixer, Mamba2Weights):
-            return mamba2(library, x, mixer.vectors, [states], threads=threads)
-        assert mixer is not None
-        epsilon = self._weights.epsilon
-        return delta_net(library, x, mixer, [states], epsilon=epsilon, threads=threads)
+        _, mix = MIXERS[type(mixer)]
+        return mix(self._library, x, mixer, [states], epsilon, threads)
 
     def load_adapter(self, adapter: AdapterWeights) -> None:
         """See `StepModel.load_adapter`; the kernels read it where it is."""

@@ -345,6 +345,24 @@ def _block_bytes(group: Group, format: KVFormat) -> int:
     return block_bytes(format=format, latent=group.latent, **sizes)
 
 
+def step_bytes(config: ModelConfig, tokens: int, *, format: KVFormat) -> int:
+    """Return the bytes that a decode step behind `tokens` others reads, and writes of states."""
+    read = 0
+    for group in cache_groups(config):
+        if isinstance(group, StateGroup):
+            read += 2 * _block_bytes(group, format)
+            continue
+        seen = tokens if group.window is None else min(tokens, group.window)
+        sealed = BLOCK * (sealed_end(seen) - 1) if format in SEALED else 0
+        rows: dict[Part, int] = {"all": seen - sealed, "sealed": sealed}
+        whole = replace(group, layers=(*group.layers, *(reader for reader, _ in group.readers)))
+        for part in rows:
+            if rows[part]:
+                size = _block_bytes(replace(whole, part=part), format)
+                read += size * rows[part] // BLOCK
+    return read
+
+
 def pool_blocks(ctx_size: int) -> int:
     """Return the blocks of a pool for one full sequence and the copy that a rewound tail needs."""
     return -(-ctx_size // BLOCK) + 1

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from edgellm.backends import thread_pool
+from edgellm.backends.planner import Costs
 from edgellm.backends.providers import CPU, PROVIDERS, status
 from edgellm.backends.registry import AUTO, NATIVE, STEPS, TRITON
 from edgellm.backends.selection import (
@@ -16,7 +17,7 @@ from edgellm.backends.selection import (
     stops_between_layers,
     usual_host,
 )
-from edgellm.engine.costs import MARGIN, Measured, known_costs
+from edgellm.engine.costs import MARGIN, known_costs
 from edgellm.engine.memory import estimate
 from edgellm.errors import EdgeLLMError, ProviderError
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -85,7 +86,7 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
     )
 
 
-def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measured]]:
+def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Costs]]:
     """Iterate over the accelerators that an earlier start measured, with their times."""
     threads = thread_pool.size(options.threads)
     for name, provider in PROVIDERS.items():
@@ -102,7 +103,7 @@ def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Measur
             yield name, measured
 
 
-def _times(name: str, measured: Measured) -> str:
+def _times(name: str, measured: Costs) -> str:
     prompt = measured.prompt
     if prompt is not None:
         return (

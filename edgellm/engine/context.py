@@ -15,6 +15,7 @@ from edgellm.checks import check_token_ids
 from edgellm.engine.adapters import NEVER, LoadedAdapter
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
+from edgellm.generation_options import FullContext
 
 
 @dataclass(frozen=True)
@@ -356,8 +357,8 @@ class Context:
             self._swapped = None
             self._truncate_to(self.tokens)  # the session may have changed since
 
-    def make_room(self, keep: int) -> int:
-        """Forget the oldest tokens behind the first `keep`, until half of the rest is free.
+    def make_room(self, rule: FullContext, keep: int) -> int:
+        """Forget tokens behind the first `keep`, as many as a rule says.
 
         Tokens in the KV cache are not computed again, unless a window had passed what it would see
         or keys cannot be moved. Returns the number of forgotten tokens.
@@ -366,7 +367,7 @@ class Context:
             OptionError: `keep` leaves no room.
             CacheFullError: there is no room to move them; nothing has changed.
         """
-        count = forgotten(len(self.tokens), ctx_size=self.engine.ctx_size, keep=keep)
+        count = rule.forgotten(len(self.tokens), ctx_size=self.engine.ctx_size, keep=keep)
         end = keep + count
         if not count:
             return 0
@@ -459,20 +460,6 @@ class Context:
     def checked(self, name: str, tokens: object) -> list[int]:
         """Check token ids that a caller gave for the parameter `name`; returns them as a list."""
         return check_token_ids(name, tokens, vocab_size=self.engine.config.vocab_size)
-
-
-def forgotten(length: int, *, ctx_size: int, keep: int) -> int:
-    """Count the tokens that a shift forgets behind the first `keep` of a context of `length`.
-
-    Raises:
-        OptionError: `keep` leaves no room.
-    """
-    window = (ctx_size - keep) // 2
-    if window < 1:
-        raise OptionError(
-            f"`keep` is {keep}; in a context of {ctx_size} tokens 0 to {ctx_size - 2} is allowed"
-        )
-    return max(0, length - window - keep)
 
 
 def digest_of(adapter: LoadedAdapter | None) -> str:

@@ -7,14 +7,14 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgellm.backends.batch import Backend, Span
 from edgellm.backends.forward import Model
-from edgellm.backends.planner import Costs
+from edgellm.backends.planner import Costs, MeasuredPrompt, Samples
 from edgellm.backends.providers import version
 from edgellm.backends.registry import NATIVE
 from edgellm.cache.kv_cache import KVCache
@@ -26,9 +26,6 @@ from edgellm.store.home import replacing_file
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
-# Seconds of single calls; the fastest was disturbed least, and their spread shows the uncertainty.
-Samples = tuple[float, ...]
-
 # A call that takes longer is timed once: an emulated accelerator needs minutes for a chunk.
 _LONG_S = 1.0
 # Time after which no further round of calls in turns begins.
@@ -77,64 +74,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-@dataclass(frozen=True)
-class MeasuredPrompt:
-    """Seconds of a whole prompt: through a provider's chunks, and through the native kernels."""
-
-    tokens: int
-    provider: Samples
-    native: Samples
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of calls, each measured a few times.
-
-    Attributes:
-        chunks: seconds of a whole chunk, by size.
-        step: seconds of the decode step on the host, by its tokens; empty where it takes none.
-        prompt: seconds of a whole prompt, if that was measured.
-    """
-
-    chunks: Mapping[int, Samples]
-    step: Mapping[int, Samples] = field(default_factory=dict)
-    prompt: MeasuredPrompt | None = None
-
-    def costs(self) -> Costs:
-        """Return costs for the planner, from the least disturbed calls."""
-        chunks = {size: min(samples) for size, samples in self.chunks.items()}
-        if not self.step:
-            return Costs(chunks)
-        few, many = min(self.step), max(self.step)
-        token = self._token(min(self.step[few]), min(self.step[many]))
-        return Costs(chunks, max(0.0, min(self.step[few]) - token * few), token)
-
-    def native_token(self) -> float:
-        """Return the least seconds of a token in the decode step, as far as is known."""
-        return self._token(max(self.step[min(self.step)]), min(self.step[max(self.step)]))
-
-    def chunk_token(self) -> float:
-        """Return the most seconds of a token in the cheapest chunk."""
-        return min(max(samples) / size for size, samples in self.chunks.items())
-
-    def advantage(self) -> float:
-        """Return the least factor by which a long prompt is faster than on the native kernels.
-
-        The provider's slowest call counts against the fastest native one. The times of a whole
-        prompt, if measured, decide instead of those of its parts.
-        """
-        if self.prompt is not None:
-            return min(self.prompt.native) / max(self.prompt.provider)
-        return self.native_token() / self.chunk_token() if self.step else 0.0
-
-    def _token(self, few_seconds: float, many_seconds: float) -> float:
-        few, many = min(self.step), max(self.step)
-        if few == many:
-            return many_seconds / many
-        return max(0.0, (many_seconds - few_seconds) / (many - few))
-
-
-def to_json(measured: Measured) -> dict[str, Any]:
+def to_json(measured: Costs) -> dict[str, Any]:
     """Return times as JSON that `from_json` reads."""
     prompt = measured.prompt
     return {
@@ -144,7 +84,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
     }
 
 
-def from_json(values: Any, chunk_sizes: Sequence[int]) -> Measured | None:
+def from_json(values: Any, chunk_sizes: Sequence[int]) -> Costs | None:
     """Read the JSON of `to_json`, for chunks of these sizes; None for anything else."""
     try:
         chunks = {size: _samples(values["chunks"][str(size)]) for size in chunk_sizes}
@@ -152,10 +92,10 @@ def from_json(values: Any, chunk_sizes: Sequence[int]) -> Measured | None:
         if any(count < 1 for count in step):
             return None
         if values["prompt"] is None:
-            return Measured(chunks, step)
+            return Costs(chunks, step)
         tokens, provider, native = values["prompt"]
         prompt = MeasuredPrompt(int(tokens), _samples(provider), _samples(native))
-        return Measured(chunks, step, prompt)
+        return Costs(chunks, step, prompt)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
 
@@ -195,7 +135,7 @@ def load_or_measure(
     if measured is None:
         measured = measure(model, step, cache, stop=stop)
         _write(folder, {**known, key: to_json(measured)})
-    return measured.costs()
+    return measured
 
 
 def keep_prompt(
@@ -216,20 +156,19 @@ def keep_prompt(
     if measured is None or prompt.tokens < max(sizes):
         return
     if measured.prompt is None or measured.prompt.tokens <= prompt.tokens:
-        kept = Measured(measured.chunks, measured.step, prompt)
-        _write(folder, {**known, key: to_json(kept)})
+        _write(folder, {**known, key: to_json(replace(measured, prompt=prompt))})
 
 
 def known_costs(
     folder: Path, provider: str, precision: str, chunk_sizes: Sequence[int], *, threads: int
-) -> Measured | None:
+) -> Costs | None:
     """Return an earlier start's times of a provider that runs whole segments, beside a native step.
 
     Raises:
         ProviderError: the provider was there then and is not now.
     """
     known = _read(folder)
-    if not any(_provider_of(key) == provider for key in known):
+    if not any(key.partition(" | ")[0] == provider for key in known):
         return None
     measured = from_json(
         known.get(_key(provider, provider, precision, NATIVE, threads)), chunk_sizes
@@ -237,9 +176,7 @@ def known_costs(
     return measured if measured is not None and measured.step else None
 
 
-def measure(
-    model: Model, step: Backend | None, cache: KVCache, *, stop: threading.Event
-) -> Measured:
+def measure(model: Model, step: Backend | None, cache: KVCache, *, stop: threading.Event) -> Costs:
     """Time each chunk size and, if there is one, the decode step on an empty sequence.
 
     Raises:
@@ -268,7 +205,7 @@ def measure(
     def of(chunks: bool) -> dict[int, Samples]:
         return {count: times for (kind, count), times in samples.items() if kind is chunks}
 
-    return Measured(of(True), of(False))
+    return Costs(of(True), of(False))
 
 
 def _run(backend: Backend, tokens: Sequence[int], *, sequence: CachedSequence) -> None:
@@ -287,10 +224,6 @@ def _key(provider: str, place: str, precision: str, host: str | None, threads: i
 
     parts = [place, cpu_name(), threads, version(provider), precision, host]
     return " | ".join(map(str, [*parts, importlib.metadata.version("edgellm")]))
-
-
-def _provider_of(key: str) -> str:
-    return key.partition(" | ")[0]
 
 
 def _read(folder: Path) -> dict[str, Any]:

@@ -143,6 +143,7 @@ class Request(Stream):
         self._stats = AnswerStats(
             len(context.tokens) + dropped, dropped=dropped, experts=engine.expert_memory
         )
+        self._final: Stats | None = None
         limit = math.inf if options.time_limit_ms is None else options.time_limit_ms
         self._deadline = self._stats.start + limit / 1000
 
@@ -155,15 +156,15 @@ class Request(Stream):
         self.check_free()
         self.context.checked("logit_bias", self._options.logit_bias)
         self.context.checked("stop_tokens", self._options.stop_tokens)
-        shifts = self._options.context_policy == "shift"
-        if not shifts or not self.tokens:
+        forgets = self._options.when_full.forgets
+        if not forgets or not self.tokens:
             self.context.check_prompt()
-        self.context.shifts |= shifts
+        self.context.shifts |= forgets
         self.claim()
 
     def stats(self) -> Stats:
-        """Return timings and counts so far."""
-        return self._stats.result(
+        """Return timings and counts so far, or those of the ended answer."""
+        return self._final or self._stats.result(
             self._engine,
             self._speculation,
             tokens=len(self._answer.sampled),
@@ -417,7 +418,10 @@ class Request(Stream):
 
     def put(self, piece: Piece) -> None:
         """Add a piece, see `Stream.put`; the last one has the statistics."""
-        super().put(piece if piece.finish_reason is None else replace(piece, stats=self.stats()))
+        if piece.finish_reason is not None:
+            self._final = self.stats()
+            piece = replace(piece, stats=self._final)
+        super().put(piece)
 
     def _report(self, count: int) -> None:
         if count and (self._wants_reports or self._progress is not None):
@@ -430,10 +434,10 @@ class Request(Stream):
                 self._progress(report)
 
     def _make_room(self) -> None:
-        """Shift a full context, if the options ask for it."""
-        full = len(self.tokens) > self._engine.ctx_size
-        if full and self._options.context_policy == "shift":
-            self._stats.dropped += self.context.make_room(self._options.keep)
+        """Forget tokens of a full context, if the options ask for it."""
+        if len(self.tokens) > self._engine.ctx_size:
+            rule, keep = self._options.when_full, self._options.keep
+            self._stats.dropped += self.context.make_room(rule, keep)
 
     def _room(self) -> int:
         """Return the number of tokens that may come after the last one."""
@@ -457,8 +461,7 @@ class Request(Stream):
         return self._limit()
 
     def _limit(self) -> FinishReason | None:
-        full = len(self.tokens) > self._engine.ctx_size
-        full = full and self._options.context_policy == "error"
+        full = len(self.tokens) > self._engine.ctx_size and not self._options.when_full.forgets
         # a prompt is computed also where nothing is to be sampled
         none = self._options.max_tokens == 0 and self.context.cached == len(self.tokens)
         none = none and (self._scores is None or self._scores.complete)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from edgellm.engine.call import Call
-from edgellm.engine.context import Context, forgotten
+from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import WORKING, Pending, Waiting
 from edgellm.engine.request import Request
@@ -101,9 +101,11 @@ def forked_requests(
         secrets.randbits(32) if first_seed is None else (first_seed + i) % 2**64 for i in range(n)
     ]
     dropped = 0
-    if options.context_policy == "shift" and len(tokens) > engine.ctx_size:
+    if len(tokens) > engine.ctx_size:
         # before each answer has as many tokens as a client may send
-        dropped = forgotten(len(tokens), ctx_size=engine.ctx_size, keep=options.keep)
+        dropped = options.when_full.forgotten(
+            len(tokens), ctx_size=engine.ctx_size, keep=options.keep
+        )
         tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
     unscored = replace(options, prompt_logprobs=None)  # the first answer has them for all
     requests = [

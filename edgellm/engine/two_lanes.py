@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
@@ -20,13 +20,11 @@ from edgellm.checks import check_number
 from edgellm.engine.batcher import Batcher, Work
 from edgellm.engine.plan import Share
 from edgellm.engine.prefill_job import PrefillJob
-from edgellm.engine.prompt_rows import StallFree, StepBudget
+from edgellm.engine.prompt_rows import SchedulingPolicy, StallFree, StepBudget
 from edgellm.engine.request import Request
-from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
 from edgellm.engine.thread import EngineThread
 from edgellm.errors import CacheFullError
-from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
 
 # Weight of what was known of prefill's time when a job has ended.
@@ -50,27 +48,6 @@ class TwoDevices(StallFree):
         return StepBudget(0.0, 0, 0)
 
 
-class JobTime:
-    """Expected seconds of prefill jobs, so that a job ends within the time target.
-
-    Chunks were measured by themselves. Beside decode, which has the host's cores as well, they take
-    longer, by a factor that is learnt.
-    """
-
-    def __init__(self) -> None:
-        self._stretch = 1.0  # times as long as expected
-
-    def expected_within(self, seconds: float) -> float:
-        """Return the seconds that a job should take by itself to take `seconds` beside decode."""
-        return seconds / self._stretch
-
-    def learn(self, expected: float, seconds: float) -> None:
-        """Learn from a job that took `seconds`, and would have taken `expected` by itself."""
-        if expected > 0:
-            new = max(1.0, seconds / expected)
-            self._stretch = _KEPT * self._stretch + (1 - _KEPT) * new
-
-
 class Pace:
     """Pace of prefill that makes decode take `slowdown` times as long, and no longer.
 
@@ -79,12 +56,17 @@ class Pace:
     until all is paid. So decode is that much slower on average and no more, and prompts always go
     on: at the least 1 - 1 / slowdown of the time is theirs. Where prefill costs decode less,
     nothing waits.
+
+    Chunks were measured by themselves. Beside decode, which has the host's cores as well, they take
+    longer, by a factor that is learnt: so a job ends within the time target.
     """
 
-    def __init__(self, slowdown: float) -> None:
+    def __init__(self, slowdown: float, costs: StepCosts) -> None:
+        """`costs` learns from decode steps alone."""
         check_number("slowdown", slowdown, 1.001)
         self._slowdown = slowdown
-        self._costs = StepCosts()  # of decode alone
+        self._costs = costs
+        self._stretch = 1.0  # times as long as by itself that a job takes
         self._owed = 0.0
         self._spaced = False
         self._missing = _FIRST_ALONE  # decode steps alone that are needed before more prefill
@@ -103,6 +85,16 @@ class Pace:
             decodes: whether anything is decoded meanwhile.
         """
         return not decodes or not (self._spaced or self._missing)
+
+    def expected_within(self, seconds: float) -> float:
+        """Return the seconds that a job should take by itself to take `seconds` beside decode."""
+        return seconds / self._stretch
+
+    def job(self, expected: float, seconds: float) -> None:
+        """Learn from a job that took `seconds`, and would have taken `expected` by itself."""
+        if expected > 0:
+            new = max(1.0, seconds / expected)
+            self._stretch = _KEPT * self._stretch + (1 - _KEPT) * new
 
     def alone(self, load: StepLoad, seconds: float) -> None:
         """Learn from a decode step without prefill beside it."""
@@ -228,8 +220,7 @@ class TwoLaneBatcher(Batcher):
         super().__init__(cache, options, prefill=prefill, decoder=decoder)
         self._chunks = prefill
         self._lane = PrefillLane(thread, prefill)
-        self._pace = Pace(options.decode_slowdown)
-        self._job_time = JobTime()
+        self._pace = Pace(options.decode_slowdown, self._scheduler.costs)
         self._beside = False  # this step runs beside prefill, or takes over from it
         self._start = 0.0
 
@@ -245,10 +236,10 @@ class TwoLaneBatcher(Batcher):
         """See `Batcher.away`."""
         return self._lane.busy
 
-    def step(self) -> None:
+    def step(self, *, wake: Callable[[], object]) -> None:
         """See `Batcher.step`."""
         self._start = time.perf_counter()
-        super().step()
+        super().step(wake=wake)
 
     def leave(self, request: Request) -> None:
         """See `Batcher.leave`."""
@@ -280,7 +271,7 @@ class TwoLaneBatcher(Batcher):
             # a request that was stopped a moment ago ends as such with the next step
             return None if request.stop_now() else self._fail(request, error)
         plan = self._chunks.plan(share.rows, share.start)
-        self._job_time.learn(self._chunks.costs.seconds(plan), run.seconds)
+        self._pace.job(self._chunks.costs.seconds(plan), run.seconds)
         self._scheduler.count([share])
         self._take(run.work, run.rows.result(), company=0, seconds=run.seconds)
 
@@ -292,7 +283,7 @@ class TwoLaneBatcher(Batcher):
         (share,) = shares
         request = share.request
         try:
-            target = self._job_time.expected_within(self._options.time_target_ms / 1000)
+            target = self._pace.expected_within(self._options.time_target_ms / 1000)
             rows = self._chunks.rows_within(target, count=share.rows, start=share.start)
             span = request.span(rows, apart=True)
             share = replace(share, rows=len(span.tokens))
@@ -320,6 +311,5 @@ class TwoLaneBatcher(Batcher):
         else:
             self._pace.alone(load, seconds)
 
-    def _new_scheduler(self) -> Scheduler[Request]:
-        policy = TwoDevices(time_target=self._options.time_target_ms / 1000)
-        return Scheduler(policy=policy, costs=StepCosts(), block_size=BLOCK)
+    def _policy(self) -> SchedulingPolicy:
+        return TwoDevices(time_target=self._options.time_target_ms / 1000)

@@ -15,14 +15,14 @@ import psutil
 
 from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
-from edgellm.backends.planner import PlannedChunk
+from edgellm.backends.planner import MeasuredPrompt, PlannedChunk, Samples
 from edgellm.backends.providers import CUDA
 from edgellm.backends.registry import AUTO, NATIVE, TRITON
 from edgellm.backends.schedule import POLICIES, Policy, Step, Task, simulate
 from edgellm.backends.trace import TaskRecord, bubble_rate
 from edgellm.engine import costs
 from edgellm.engine.auto_backend import AutoChoice, auto_choice
-from edgellm.engine.costs import MeasuredPrompt, Samples, best_seconds, in_turns, repeated
+from edgellm.engine.costs import best_seconds, in_turns, repeated
 from edgellm.engine.engine import Engine
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.errors import CancelledError

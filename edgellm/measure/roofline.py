@@ -13,19 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from edgellm.cache.groups import StateGroup, cache_groups
+from edgellm.cache.groups import step_bytes
 from edgellm.engine.costs import best_seconds
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensors import multiplied_parameters
 from edgellm.kernels.gpu.device import device_name, require
-from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVFormat, block_bytes
+from edgellm.kernels.kv_blocks import KVFormat
 from edgellm.kernels.linear import native as native_linear
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
-from edgellm.kernels.sealed_blocks import sealed_bytes, sealed_end
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED, imported
 
@@ -116,16 +115,7 @@ def measure_gpu() -> Machine:
 def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
     """Return the work of a prompt of `tokens`, and of a decode step behind it in a precision."""
     config = bundle.config
-    groups = cache_groups(config)  # a state is read and written
-    cached = sum(8 * g.elements * len(g.layers) for g in groups if isinstance(g, StateGroup))
-    for index, attention in config.attentions.items():
-        sizes = {"layers": 1, "kv_heads": attention.kv_heads, "head_dim": attention.head_dim}
-        latent = 0 if attention.latent is None else attention.latent.rank
-        seen = _seen(config, index, tokens)
-        sealed = BLOCK * (sealed_end(seen) - 1) if kv_format in SEALED else 0
-        if sealed:
-            cached += sealed_bytes(format=kv_format, **sizes) * sealed // BLOCK
-        cached += block_bytes(format=kv_format, latent=latent, **sizes) * (seen - sealed) // BLOCK
+    cached = step_bytes(config, tokens, format=kv_format)
     if precision == PACKED:
         summary = imported(bundle.manifest, precision)
         share = summary.decode_bytes / summary.file_bytes if summary.file_bytes else None
@@ -155,18 +145,12 @@ def _channels(attention: Attention) -> int:
     return attention.heads * (attention.head_dim + 2 * attention.latent.rank) // 2
 
 
-def _seen(config: ModelConfig, layer: int, tokens: int) -> int:
-    """Return the number of positions that a token behind `tokens` others sees in a layer."""
-    window = config.layers[layer].attention.window
-    return tokens if window is None else min(tokens, window)
-
-
 def _mean_seen(config: ModelConfig, layer: int, tokens: int) -> float:
     """Return the average number of positions that the tokens of a prompt see in a layer.
 
     The number is half of the prompt or, with a short window, nearly the window.
     """
-    seen = _seen(config, layer, tokens)
+    seen = min(tokens, config.layers[layer].attention.window or tokens)
     return seen * (tokens - seen / 2) / max(tokens, 1)
 
 

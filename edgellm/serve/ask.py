@@ -281,7 +281,7 @@ def answerable_prompt(llm: LLM, model: str, ask: Ask) -> EncodedPrompt:
     """
     engine, prompt = llm.engine, asked_prompt(llm, model, ask)
     count, options = len(prompt.tokens), prompt.options
-    if options.context_policy == "error" and count > engine.ctx_size:
+    if not options.when_full.forgets and count > engine.ctx_size:
         raise too_long(count, engine.ctx_size)
     if not count:
         raise RequestError(

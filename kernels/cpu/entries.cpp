@@ -24,32 +24,10 @@ const edgellm::Entries& entries() {
 
 extern "C" {
 
-void edgellm_append(const edgellm::AppendCall* call) { entries().append(*call); }
-
-void edgellm_seal(const edgellm::SealCall* call) { entries().seal(*call); }
-
-void edgellm_append_latents(const edgellm::AppendLatentsCall* call) { entries().append_latents(*call); }
-
-void edgellm_attend(const edgellm::AttendCall* call) { entries().attend(*call); }
-
-void edgellm_linear(const edgellm::LinearCall* call) { entries().linear(*call); }
-
-void edgellm_mamba2(const edgellm::Mamba2Call* call) { entries().mamba2(*call); }
-
-void edgellm_short_conv(const edgellm::ShortConvCall* call) { entries().short_conv(*call); }
+#define EDGELLM_ENTRY(set, result, name, structure) \
+    result edgellm_##name(const edgellm::structure* call) { return entries().name(*call); }
+EDGELLM_EACH_ENTRY(EDGELLM_ENTRY, none)
 
 double edgellm_bare_products(int32_t threads, int32_t turns) { return entries().bare_products(threads, turns); }
-
-int32_t edgellm_step(const edgellm::StepCall* call) { return entries().step(*call); }
-
-void edgellm_delta_net(const edgellm::DeltaNetCall* call) { entries().delta_net(*call); }
-
-size_t edgellm_step_workspace(const edgellm::StepCall* call) { return edgellm::scalar_entries.step_workspace(*call); }
-
-void edgellm_experts(const edgellm::ExpertsCall* call) { entries().experts(*call); }
-
-size_t edgellm_experts_workspace(const edgellm::ExpertsCall* call) {
-    return edgellm::scalar_entries.experts_workspace(*call);
-}
 
 }  // extern "C"

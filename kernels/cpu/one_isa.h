@@ -20,8 +20,6 @@
 #define EDGELLM_KERNEL "../step/parts.h"
 #include "every_isa.h"
 
-#define EDGELLM_ENTRIES(isa)                                                                        \
-    const edgellm::Entries edgellm::isa##_entries{                                                  \
-        isa::append,     isa::seal,          isa::append_latents, isa::attend,    isa::linear,      \
-        isa::mamba2,     isa::short_conv,    isa::bare_products,  isa::step,      isa::delta_net,   \
-        isa::workspace,  isa::experts,       isa::experts_workspace};
+#define EDGELLM_NAME(set, result, name, structure) set::name,
+#define EDGELLM_ENTRIES(set) \
+    const edgellm::Entries edgellm::set##_entries{EDGELLM_EACH_ENTRY(EDGELLM_NAME, set) set::bare_products};

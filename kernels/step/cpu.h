@@ -208,7 +208,7 @@ inline int32_t step(const edgellm::StepCall& call) {
     return !job.stopped();
 }
 
-inline size_t workspace(const edgellm::StepCall& call) {
+inline size_t step_workspace(const edgellm::StepCall& call) {
     size_t bytes = 0;
     Buffers(call, edgellm::places_of(call), nullptr, bytes);
     return bytes + 64;

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
 from edgellm.kernels.checks import block_ids, check_kv_read, check_rope, indices, sealed_ids
-from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.delta_net.native import DeltaNetLayer
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.experts.native import (
     ROUTER_VECTORS,
@@ -28,14 +26,11 @@ from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.lora.native import NativeAdapter
-from edgellm.kernels.mamba2 import Mamba2Weights
-from edgellm.kernels.mamba2.native import Mamba2Layer
 from edgellm.kernels.native import KV, Rope, StateTarget, address
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.short_conv import ShortConvWeights
-from edgellm.kernels.short_conv.native import ShortConvLayer
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 from edgellm.kernels.step.checks import Pool, check_adapter, check_pools, check_weights
+from edgellm.kernels.step.native_mixers import MIXERS
 from edgellm.kernels.step.span import (
     LayerGroup,
     StepSpan,
@@ -54,8 +49,6 @@ from edgellm.kernels.step.weights import (
 
 Floats = NDArray[np.float32]
 
-# In the order of `Mixer` in call.h.
-_MIXERS = (type(None), ShortConvWeights, Mamba2Weights, DeltaNetWeights)
 # Callback of C++, in the thread that called C++.
 _ShouldStop = ctypes.CFUNCTYPE(ctypes.c_int32)
 
@@ -106,9 +99,7 @@ class _Layer(ctypes.Structure):
         ("input", _LayerInput),
         ("laurel", _Laurel),
         ("altup", AltUpLayer),
-        ("short_conv", ShortConvLayer),
-        ("mamba2", Mamba2Layer),
-        ("delta_net", DeltaNetLayer),
+        *((structure.__name__, structure) for structure, _ in MIXERS.values()),
         *((name, ctypes.c_float) for name in ("scale", "softcap", "output_scale", "cutoff")),
         *((name, ctypes.c_int32) for name in ("heads", "window", "rope", "activation")),
         *((name, ctypes.c_int32) for name in ("pool", "slot", "beside_pool", "beside_slot")),
@@ -214,9 +205,10 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         _LayerInput.of(layer.input),
         _Laurel.of(layer.laurel),
         AltUpLayer.of(layer.altup),
-        ShortConvLayer.of(mixer) if isinstance(mixer, ShortConvWeights) else ShortConvLayer(),
-        Mamba2Layer.of(mixer) if isinstance(mixer, Mamba2Weights) else Mamba2Layer(),
-        DeltaNetLayer.of(mixer) if isinstance(mixer, DeltaNetWeights) else DeltaNetLayer(),
+        *(
+            structure.of(mixer) if isinstance(mixer, kind) else structure()
+            for kind, (structure, _) in MIXERS.items()
+        ),
         layer.head_dim**-0.5 if attends and layer.scale is None else layer.scale or 0.0,
         layer.softcap or 0.0,
         layer.output_scale,
@@ -229,7 +221,7 @@ def _layer(layer: LayerWeights, slot: int, beside_slot: int) -> _Layer:
         slot,
         layer.beside_pool,
         beside_slot,
-        _MIXERS.index(type(layer.mixer)),
+        [type(None), *MIXERS].index(type(layer.mixer)),
         0 if mixer is None else mixer.state_size,
     )
 

@@ -90,7 +90,7 @@ def play_accelerator(llm: LLM, *, speed: float, threads: int) -> None:
     assert isinstance(decoder, StepBackend)
     assert isinstance(decoder.model, NativeModel)
     decoder.model._threads = threads
-    segments, costs = prefill.model.segments, prefill.costs.chunks
+    segments, costs = prefill.model.segments, prefill.costs.chunk
     buffers = segments.buffers
 
     def sleeping(chunk: int, *, slot: int = 0) -> ChunkBuffers:
@@ -104,7 +104,7 @@ def play_accelerator(llm: LLM, *, speed: float, threads: int) -> None:
 
     segments.buffers = sleeping  # type: ignore[method-assign]
     prefill.costs = replace(
-        prefill.costs, chunks={size: cost / speed for size, cost in costs.items()}
+        prefill.costs, chunks={size: (cost / speed,) for size, cost in costs.items()}
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.graphs.safetensors_folder import DTYPES
+from edgellm.graphs.safetensors_folder import dtypes
 
 CASES = json.loads((Path(__file__).parent.parent / "graphs" / "hf_golden.json").read_text())
 # What the libraries compute in half precision or in bfloat16, of the largest number of a row.
@@ -30,5 +30,5 @@ def write_tensors(path: Path, tensors: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def array(tensor: Mapping[str, Any]) -> np.ndarray:
-    values = np.frombuffer(base64.b64decode(tensor["data"]), DTYPES[tensor["dtype"]])
+    values = np.frombuffer(base64.b64decode(tensor["data"]), dtypes()[tensor["dtype"]])
     return values.reshape(tensor["shape"])

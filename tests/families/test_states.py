@@ -24,9 +24,9 @@ from tiny_gguf import FILES, VOCABULARY, convert, with_vocabulary
 from tiny_models import logits, make, save_tokenizer
 
 from edgellm.cli.main import edgellm
-from edgellm.engine.context import forgotten
 from edgellm.errors import UnsupportedModelError
 from edgellm.export import export
+from edgellm.generation_options import Shift
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 from edgellm.measure.doctor import float_reference
@@ -271,7 +271,7 @@ def test_a_full_context_forgets_and_computes_the_others_again(judged: Judged) ->
     text = TOKENS[:230]
     for token in answer.tokens:
         if len(text) > 256:
-            count = forgotten(len(text), ctx_size=256, keep=5)
+            count = Shift().forgotten(len(text), ctx_size=256, keep=5)
             text = text[:5] + text[5 + count :]
         if token != answer.tokens[-1] and len(text) % 16:
             text.append(token)

@@ -58,7 +58,7 @@ def llm(request: pytest.FixtureRequest, make_model: Callable[..., Path], tmp_pat
 def on_device(llm: LLM, precision: str) -> Backend:
     """Prefill of a precision through device memory; the CPU stands in for the device."""
     model = opened(llm, precision)
-    costs = Costs(dict.fromkeys(model.segments.chunk_sizes, 1.0))
+    costs = Costs(dict.fromkeys(model.segments.chunk_sizes, (1.0,)))
     return ChunkedBackend(model, llm.engine.decoder, costs)
 
 
@@ -82,7 +82,7 @@ def on_host(llm: LLM, precision: str) -> Backend:
     engine = llm.engine
     segments = Segments(engine.bundle, precision, provider=CPU, threads=1)
     model = Model(segments, *head_and_attention(llm, precision), threads=1)
-    return ChunkedBackend(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, 1.0)))
+    return ChunkedBackend(model, engine.decoder, Costs(dict.fromkeys(segments.chunk_sizes, (1.0,))))
 
 
 def head_and_attention(llm: LLM, precision: str) -> tuple[Head, HostAttention]:

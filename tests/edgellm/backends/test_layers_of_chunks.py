@@ -67,7 +67,7 @@ def start(path: Path, **options: Any) -> tuple[LLM, ChunkedBackend]:
     llm = load(str(path), **chosen)
     backend = llm.engine.prefill
     assert isinstance(backend, ChunkedBackend)
-    backend.costs = Costs({SIZE: 1.0, 64: 1.5})
+    backend.costs = Costs({SIZE: (1.0,), 64: (1.5,)})
     return llm, backend
 
 
@@ -168,7 +168,7 @@ def test_whatever_the_policy(request: pytest.FixtureRequest, path: str, policy: 
 def test_with_a_tail_on_the_host(bundle: Path, decode: str, count: int) -> None:
     """First tokens, chunks, and what is too short for one; or nothing but the host's."""
     llm, backend = start(bundle, precision="w8a16-qdq", decode=decode)
-    backend.costs = Costs({SIZE: 1.0, 64: 1.5}, 0.0, 0.001)
+    backend.costs = Costs({SIZE: (1.0,), 64: (1.5,)}, {1: (0.001,)})
     assert backend.plan(count)[-1].size is None
     assert_as_through_all(llm, backend, before=0, count=count)
     assert_as_through_all(llm, backend, before=70, count=count)
@@ -178,7 +178,7 @@ def test_the_host_takes_no_more_than_a_tail(bundle: Path) -> None:
     """However cheap it is there: the last group would take as long as all of them."""
     llm, _ = start(bundle, precision="f32", decode="portable")
     model, host = llm.engine.prefill.model, llm.engine.decoder  # type: ignore[attr-defined]
-    cheap = Costs({SIZE: 1.0, 64: 1.5}, 0.0, 0.001)
+    cheap = Costs({SIZE: (1.0,), 64: (1.5,)}, {1: (0.001,)})
     backend = ChunkedBackend(model, host, cheap, tails_only=False)
     base = llm.engine.cache.sequence()
     growth = Growth(base, 75)

@@ -267,7 +267,7 @@ def test_first_tokens_and_tails_are_the_hosts_and_each_row_comes_back_to_its_spa
     llm = load(str(tiny_bundle), prefill="cpu", precision="w8a16-qdq", decode="reference")
     engine = llm.engine
     assert isinstance(engine.prefill, ChunkedBackend)
-    cheap_host = Costs({SIZE: 1.0}, 0.0, 0.001)
+    cheap_host = Costs({SIZE: (1.0,)}, {1: (0.001,)})
     backend = ChunkedBackend(engine.prefill.model, engine.decoder, cheap_host)
     sequences = [engine.cache.sequence() for _ in range(4)]
     backend.run([Span(sequences[1], prompt(1, 30))])
@@ -287,7 +287,7 @@ def test_first_tokens_and_tails_are_the_hosts_and_each_row_comes_back_to_its_spa
         assert [tuple(each.scores) for each in rows.logits] == [tuple(row) for row in logits]
         fresh = engine.cache.sequence()
         backend.run([Span(fresh, sequences[i].tokens[: -counts[i]])] if i == 1 else [])
-        (alone,) = ChunkedBackend(backend.model, engine.decoder, Costs({SIZE: 1.0})).run(
+        (alone,) = ChunkedBackend(backend.model, engine.decoder, Costs({SIZE: (1.0,)})).run(
             [Span(fresh, span.tokens, 2)]
         )
         assert np.abs(rows.hidden - alone.hidden).max() < 0.1 * np.abs(alone.hidden).max()
@@ -344,7 +344,7 @@ def test_a_precision_that_needs_a_host_says_so(tiny_bundle: Path) -> None:
 
 
 def test_every_row_of_a_plan_is_of_one_span() -> None:
-    rng, costs = np.random.default_rng(5), Costs({8: 1.0, 32: 2.5}, 0.1, 0.01)
+    rng, costs = np.random.default_rng(5), Costs({8: (1.0,), 32: (2.5,)}, {1: (0.11,), 2: (0.12,)})
     for _ in range(200):
         counts = rng.integers(0, 40, rng.integers(1, 9)).tolist()
         plan = plan_chunks(sum(counts), costs)

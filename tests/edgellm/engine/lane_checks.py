@@ -30,7 +30,7 @@ def start(path: Path, **options: Any) -> LLM:
     chosen = {"scheduling": "two_devices", "precision": "f32", "ctx_size": 4 * BLOCK, **options}
     llm = load(str(path), **{**PLAYED, "cache_size": 32 * BLOCK, **chosen})
     assert isinstance(llm.engine.prefill, ChunkedBackend)
-    llm.engine.prefill.costs = Costs({32: 1.0, 128: 3.0})
+    llm.engine.prefill.costs = Costs({32: (1.0,), 128: (3.0,)})
     return llm
 
 

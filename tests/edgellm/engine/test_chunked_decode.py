@@ -51,7 +51,7 @@ def start(path: Path, **options: Any) -> LLM:
     """Chunks cost what they cost on a quiet machine, and a step has room for all of them."""
     llm = load(str(path), **{"prefill": "cpu", "decode": "chunked", "ctx_size": 512, **options})
     assert isinstance(llm.engine.prefill, ChunkedBackend)
-    llm.engine.prefill.costs = Costs({32: 1.0, 128: 3.0})
+    llm.engine.prefill.costs = Costs({32: (1.0,), 128: (3.0,)})
     set_costs(llm, 1e-5)
     return llm
 

@@ -9,6 +9,7 @@ import pytest
 from inspection import cached_prefix, context
 
 from edgellm import ContextOverflowError, OptionError
+from edgellm.generation_options import Shift
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -63,7 +64,7 @@ def test_shifted_keys_are_those_of_the_new_positions(llm: LLM) -> None:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
         session.rewind(session.cached)
-        assert llm.engine.thread.call(lambda: context(session).make_room(4)) > 0
+        assert llm.engine.thread.call(lambda: context(session).make_room(Shift(), 4)) > 0
         assert session.cached == len(session.tokens)
         fresh.replace(session.tokens)
         fresh.generate(temperature=0, max_tokens=0)
@@ -77,7 +78,7 @@ def test_another_text_takes_nothing_from_behind_a_gap(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
         session.generate(temperature=0, max_tokens=1)
-        llm.engine.thread.call(lambda: context(session).make_room(4))
+        llm.engine.thread.call(lambda: context(session).make_room(Shift(), 4))
         session.replace([*session.tokens, 5])
         assert session.cached == 4
 

@@ -188,7 +188,7 @@ def test_a_prompt_takes_no_more_segments_than_by_itself(
         step_in_readers(llm, monkeypatch)
         set_costs(llm, 2e-3)
         assert isinstance(llm.engine.prefill, ChunkedBackend)
-        llm.engine.prefill.costs = Costs({32: 3.0, 128: 3.0})
+        llm.engine.prefill.costs = Costs({32: (3.0,), 128: (3.0,)})
         tasks = in_company(llm, PROMPTS[1]).stats.tasks
         runs[scheduling] = sum(task.processor == "accelerator" for task in tasks)
     assert runs["layered"] == (LAYERS + 1) * -(-len(PROMPTS[1]) // 128)
@@ -202,7 +202,7 @@ def test_rows_rest_in_whole_chunks_of_the_largest_size(
     llm = start(two_sizes, precision="f32")
     backend = llm.engine.prefill
     assert isinstance(backend, ChunkedBackend)
-    backend.costs = Costs({32: 1.0, 128: 3.0})
+    backend.costs = Costs({32: (1.0,), 128: (3.0,)})
     step_in_readers(llm, monkeypatch)
     run, ends = Model.run, list[int]()
 

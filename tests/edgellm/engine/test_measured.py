@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.costs import MARGIN, Measured, MeasuredPrompt, from_json, in_turns, to_json
+from edgellm.backends.planner import Costs, MeasuredPrompt
+from edgellm.engine.costs import MARGIN, from_json, in_turns, to_json
 
 # What else the machine does makes a call slower; one of some calls goes undisturbed.
 delays = st.lists(st.floats(1, 30), min_size=1, max_size=5).map(lambda rest: (1.0, *rest))
@@ -29,7 +30,7 @@ def test_noise_alone_makes_no_accelerator_faster(
     native: float, call: float, slower: float, noise: tuple[tuple[float, ...], ...]
 ) -> None:
     """However the calls were disturbed, one that is no faster is never taken."""
-    measured = Measured(
+    measured = Costs(
         {32: disturbed(32 * native * slower, noise[0]), 128: disturbed(128 * native, noise[1])},
         {8: disturbed(call + 8 * native, noise[2]), 128: disturbed(call + 128 * native, noise[3])},
     )
@@ -43,7 +44,7 @@ def test_a_faster_one_is_taken_through_a_little_noise(
     native: float, faster: float, noise: list[float]
 ) -> None:
     samples = tuple(noise)
-    measured = Measured(
+    measured = Costs(
         {128: disturbed(128 * native / faster, samples)},
         {8: disturbed(8 * native, samples), 128: disturbed(128 * native, samples)},
     )
@@ -56,19 +57,17 @@ def test_a_whole_prompt_decides(
 ) -> None:
     """Whatever chunks and steps took."""
     parts = ({128: (chunk,)}, {8: (step,), 128: (20 * step,)})
-    slower = Measured(
-        *parts, MeasuredPrompt(700, disturbed(1.03, provider), disturbed(0.46, native))
-    )
+    slower = Costs(*parts, MeasuredPrompt(700, disturbed(1.03, provider), disturbed(0.46, native)))
     assert slower.advantage() < MARGIN
-    faster = Measured(*parts, MeasuredPrompt(700, (0.30, 0.31), (0.46, 0.47)))
+    faster = Costs(*parts, MeasuredPrompt(700, (0.30, 0.31), (0.46, 0.47)))
     assert faster.advantage() == 0.46 / 0.31
 
 
 def test_a_step_of_one_length_and_none_at_all() -> None:
-    assert Measured({32: (1.0,)}).advantage() == 0
-    assert Measured({32: (1.0,)}).costs().call is None
-    short = Measured({32: (1.0, 2.0)}, {1: (0.5, 0.25)})
-    assert (short.costs().call, short.costs().token) == (0.0, 0.25)
+    assert Costs({32: (1.0,)}).advantage() == 0
+    assert Costs({32: (1.0,)}).call is None
+    short = Costs({32: (1.0, 2.0)}, {1: (0.5, 0.25)})
+    assert (short.call, short.token) == (0.0, 0.25)
     assert short.advantage() == 0.25 / (2.0 / 32)
 
 
@@ -80,14 +79,13 @@ def test_a_step_of_one_length_and_none_at_all() -> None:
 def test_kept_as_json(few: list[float], many: list[float], chunk: list[float]) -> None:
     prompt = MeasuredPrompt(7, tuple(few), tuple(many))
     for measured in (
-        Measured({32: tuple(chunk)}),
-        Measured({32: tuple(chunk)}, {8: tuple(few), 128: tuple(many)}, prompt),
+        Costs({32: tuple(chunk)}),
+        Costs({32: tuple(chunk)}, {8: tuple(few), 128: tuple(many)}, prompt),
     ):
         assert from_json(json.loads(json.dumps(to_json(measured))), (32,)) == measured
-        costs = measured.costs()
-        assert costs.chunks[32] == min(chunk)
-        assert costs.token >= 0
-        assert (costs.call or 0) >= 0
+        assert measured.chunk[32] == min(chunk)
+        assert measured.token >= 0
+        assert (measured.call or 0) >= 0
 
 
 @pytest.mark.parametrize(("limit_s", "rounds"), [(1e9, 4), (0.0, 1)])

@@ -12,9 +12,14 @@ from edgellm.backends.planner import Costs, PlannedChunk, plan_chunks
 CHUNKS = {32: 11.7, 128: 29.6}
 
 
+def costs_of(chunks: dict[int, float], call: float | None = None, token: float = 0.0) -> Costs:
+    step = {} if call is None else {count: (call + token * count,) for count in (1, 2)}
+    return Costs({size: (seconds,) for size, seconds in chunks.items()}, step)
+
+
 def cost(plan: list[PlannedChunk], costs: Costs) -> float:
     return sum(
-        costs.chunks[p.size] if p.size else (costs.call or 0) + costs.token * p.count for p in plan
+        costs.chunk[p.size] if p.size else (costs.call or 0) + costs.token * p.count for p in plan
     )
 
 
@@ -28,7 +33,7 @@ def cost(plan: list[PlannedChunk], costs: Costs) -> float:
 def test_every_token_is_in_one_chunk(
     tokens: int, chunks: dict[int, float], call: float | None, token: float, tails_only: bool
 ) -> None:
-    plan = plan_chunks(tokens, Costs(chunks, call, token), tails_only=tails_only)
+    plan = plan_chunks(tokens, costs_of(chunks, call, token), tails_only=tails_only)
     assert sum(chunk.count for chunk in plan) == tokens
     for chunk in plan[:-1]:
         assert chunk.size == chunk.count
@@ -45,7 +50,7 @@ def test_every_token_is_in_one_chunk(
 @given(tokens=st.integers(1, 40), call=st.floats(0, 5), token=st.floats(0, 1))
 def test_short_prompts_are_planned_best(tokens: int, call: float, token: float) -> None:
     """Against all ways to cut them, written out."""
-    costs = Costs({4: 1.0, 16: 2.5}, call, token)
+    costs = costs_of({4: 1.0, 16: 2.5}, call, token)
     ways = []
     for small, large in itertools.product(range(11), range(4)):
         left = tokens - 4 * small - 16 * large
@@ -69,7 +74,7 @@ def test_short_prompts_are_planned_best(tokens: int, call: float, token: float) 
     ],
 )
 def test_without_a_host(tokens: int, expected: list[tuple[int, int]]) -> None:
-    assert [(p.size, p.count) for p in plan_chunks(tokens, Costs(CHUNKS))] == expected
+    assert [(p.size, p.count) for p in plan_chunks(tokens, costs_of(CHUNKS))] == expected
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_without_a_host(tokens: int, expected: list[tuple[int, int]]) -> None:
     ],
 )
 def test_short_tails_go_to_the_host(tokens: int, expected: list[tuple[int | None, int]]) -> None:
-    costs = Costs(CHUNKS, call=4.0, token=0.75)
+    costs = costs_of(CHUNKS, call=4.0, token=0.75)
     assert [(p.size, p.count) for p in plan_chunks(tokens, costs)] == expected
 
 
@@ -99,7 +104,7 @@ def test_a_part_of_a_plan_is_the_plan_of_that_part(
 ) -> None:
     """So a row is in a chunk of the same size wherever a prompt is cut between its chunks."""
     call = data.draw(st.floats(0, 3))
-    costs = Costs({size: call + size * data.draw(st.floats(0.02, 0.03)) for size in sizes})
+    costs = costs_of({size: call + size * data.draw(st.floats(0.02, 0.03)) for size in sizes})
     plan = plan_chunks(tokens, costs)
     at = data.draw(st.integers(0, len(plan)))
     first, rest = (sum(chunk.count for chunk in part) for part in (plan[:at], plan[at:]))

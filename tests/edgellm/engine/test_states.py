@@ -29,10 +29,10 @@ from inspection import draft_as, used_blocks
 from edgellm.backends.batch import Rows, Span
 from edgellm.cache.groups import DRAFT_STATES, pool_blocks
 from edgellm.engine.call import Call
-from edgellm.engine.context import Context, forgotten
+from edgellm.engine.context import Context
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.request import Request
-from edgellm.generation_options import GenerationOptions
+from edgellm.generation_options import GenerationOptions, Shift
 from edgellm.kernels.kv_blocks import BLOCK
 
 CTX = 512
@@ -213,7 +213,7 @@ def test_a_full_context_forgets_tokens_and_computes_the_others_again() -> None:
     text, whole = tokens(1, 200), []
     for _ in range(600):
         if len(text) > 256:
-            count = forgotten(len(text), ctx_size=256, keep=5)
+            count = Shift().forgotten(len(text), ctx_size=256, keep=5)
             text = text[:5] + text[5 + count :]
         text.append(int(folded(text)) % VOCABULARY)
         whole.append(text[-1])

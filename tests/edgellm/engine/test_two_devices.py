@@ -13,7 +13,7 @@ from simulated_engine import Request, chosen, numbers, two_cores
 from edgellm.engine.plan import Share
 from edgellm.engine.scheduler import Scheduler
 from edgellm.engine.step_costs import StepCosts, StepLoad
-from edgellm.engine.two_lanes import JobTime, Pace, TwoDevices
+from edgellm.engine.two_lanes import Pace, TwoDevices
 from edgellm.errors import OptionError
 
 # Of decode steps: their rows, by the number of the step.
@@ -69,6 +69,10 @@ class Lanes:
         return self.busy / self.now
 
 
+def paced(slowdown: float = 1.1) -> Pace:
+    return Pace(slowdown, StepCosts())
+
+
 def constant(factor: float) -> Callable[[float], float]:
     return lambda _: factor
 
@@ -83,7 +87,7 @@ def constant(factor: float) -> Callable[[float], float]:
 def test_decode_is_as_slow_as_it_may_be_and_no_slower(
     slowdown: float, factor: float, job: float, noise: float
 ) -> None:
-    lanes = Lanes(Pace(slowdown), factor=constant(factor), job=job, noise=noise).run(2000)
+    lanes = Lanes(paced(slowdown), factor=constant(factor), job=job, noise=noise).run(2000)
     last = job / lanes.now  # the job that was on its way in the end
     assert lanes.slowdown <= slowdown * 1.015 + last
     # of decode's work, what may be done beside prefill
@@ -93,7 +97,7 @@ def test_decode_is_as_slow_as_it_may_be_and_no_slower(
 
 @pytest.mark.parametrize("factor", [1.0, 1.05, 1.09])
 def test_prefill_that_costs_decode_little_never_waits_long(factor: float) -> None:
-    lanes = Lanes(Pace(1.1), factor=constant(factor), job=0.1, noise=0.03).run(2000)
+    lanes = Lanes(paced(), factor=constant(factor), job=0.1, noise=0.03).run(2000)
     assert lanes.toggles == []
     assert lanes.duty > 0.9  # a few steps alone show now and then what decode takes
 
@@ -101,7 +105,7 @@ def test_prefill_that_costs_decode_little_never_waits_long(factor: float) -> Non
 def test_what_is_spaced_is_spaced_for_some_steps() -> None:
     """Hysteresis: near the bound as well, where each step might change the answer."""
     for factor in (1.1, 1.11, 1.15, 1.5):
-        lanes = Lanes(Pace(1.1), factor=constant(factor), job=0.004, noise=0.3).run(2000)
+        lanes = Lanes(paced(), factor=constant(factor), job=0.004, noise=0.3).run(2000)
         begun, ended = lanes.toggles[::2], lanes.toggles[1::2]
         assert len(ended) > 5
         assert min(end - begin for begin, end in zip(begun, ended, strict=False)) >= 8
@@ -109,7 +113,7 @@ def test_what_is_spaced_is_spaced_for_some_steps() -> None:
 
 def test_prompts_go_on_when_the_machine_gets_slower() -> None:
     """Others take the processor, all steps are slower than was learnt: it is learnt anew."""
-    pace = Pace(1.1)
+    pace = paced()
     before = Lanes(pace, factor=constant(1.3), job=0.05).run(1000)
     slower = Lanes(pace, factor=lambda now: 4.0 if now < 8 else 1.3, job=0.05).run(3000)
     assert before.duty > 0.3
@@ -119,7 +123,7 @@ def test_prompts_go_on_when_the_machine_gets_slower() -> None:
 
 
 def test_no_prompt_begins_before_it_is_known_what_decode_takes() -> None:
-    pace, load = Pace(1.1), StepLoad().plus(1, 100)
+    pace, load = paced(), StepLoad().plus(1, 100)
     assert pace.may_prefill(decodes=False)
     for _ in range(8):
         assert not pace.may_prefill(decodes=True)
@@ -129,7 +133,7 @@ def test_no_prompt_begins_before_it_is_known_what_decode_takes() -> None:
 
 @pytest.mark.parametrize("change", ["many steps", "more rows", "fewer rows"])
 def test_what_decode_takes_is_looked_at_again(change: str) -> None:
-    pace, load = Pace(1.1), StepLoad()
+    pace, load = paced(), StepLoad()
     for _ in range(8):
         load = load.plus(1, 100)
     for _ in range(8):
@@ -151,14 +155,14 @@ def test_what_decode_takes_is_looked_at_again(change: str) -> None:
 
 
 def test_a_growing_number_of_streams_is_no_slowdown() -> None:
-    lanes = Lanes(Pace(1.1), factor=constant(1.0), job=0.05).run(2000, lambda step: 1 + step // 100)
+    lanes = Lanes(paced(), factor=constant(1.0), job=0.05).run(2000, lambda step: 1 + step // 100)
     assert lanes.toggles == []
     assert lanes.duty > 0.8
 
 
 def test_a_slowdown_that_leaves_prompts_nothing_is_refused() -> None:
     with pytest.raises(OptionError, match="slowdown"):
-        Pace(1.0)
+        paced(1.0)
 
 
 # The order of prompts, and what a step decodes.
@@ -279,17 +283,17 @@ def test_one_that_waits_for_a_prefix_hands_its_turn_on() -> None:
 @pytest.mark.parametrize("stretch", [0.5, 1.0, 1.7, 6.0])
 def test_jobs_end_within_the_target_whatever_chunks_take_beside_decode(stretch: float) -> None:
     """Chunks of 10 ms by themselves: as many as fit, once a few jobs were seen; one at least."""
-    job_time, target, chunk = JobTime(), 0.1, 0.01
-    assert job_time.expected_within(target) == target
+    pace, target, chunk = paced(), 0.1, 0.01
+    assert pace.expected_within(target) == target
     for _ in range(12):
-        expected = chunk * max(1, int(job_time.expected_within(target) / chunk))
-        job_time.learn(expected, stretch * expected)
+        expected = chunk * max(1, int(pace.expected_within(target) / chunk))
+        pace.job(expected, stretch * expected)
     assert stretch * expected <= target * 1.001
     if stretch >= 1:
         assert stretch * (expected + chunk) > target
 
 
 def test_a_job_of_no_known_time_says_nothing() -> None:
-    job_time = JobTime()
-    job_time.learn(0.0, 3.0)
-    assert job_time.expected_within(0.1) == 0.1
+    pace = paced()
+    pace.job(0.0, 3.0)
+    assert pace.expected_within(0.1) == 0.1

@@ -74,7 +74,7 @@ def test_the_first_token_and_a_short_tail_are_both_the_hosts(static_llm: LLM, co
     engine = static_llm.engine
     assert isinstance(engine.prefill, ChunkedBackend)
     results = []
-    for costs in (Costs({32: 1.0, 128: 3.0}, 0.0, 0.001), engine.prefill.costs):
+    for costs in (Costs({32: (1.0,), 128: (3.0,)}, {1: (0.001,)}), engine.prefill.costs):
         sequence = engine.cache.sequence()
         prefill = ChunkedBackend(engine.prefill.model, engine.decoder, costs)
         results.append(compute_prompt(prefill, tokens, sequence))
