@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from edgellm.progress import Progress
     from edgellm.results import (
         Completion,
+        Composition,
         DraftCounts,
         FinishReason,
         Piece,
@@ -63,6 +64,7 @@ _LAZY = {
     "Chat": "edgellm.chat",
     "ChatCallArguments": "edgellm.engine.call",
     "Completion": "edgellm.results",
+    "Composition": "edgellm.results",
     "DraftCounts": "edgellm.results",
     "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
@@ -102,6 +104,7 @@ __all__ = [
     "Chat",
     "ChatCallArguments",
     "Completion",
+    "Composition",
     "ContextOverflowError",
     "DraftCounts",
     "EdgeLLMError",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Unpack, overload
 
 from edgellm.checks import check_hooks, check_number, check_token_ids
+from edgellm.composition import compose
 from edgellm.engine.answer import LogitFilter
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
@@ -345,6 +346,37 @@ class TextGeneration(Infilling):
         """
         pending = self._batch(prompts, n, self._call(arguments))
         return aiterate(self.engine.loop, pending)
+
+    def compose(
+        self,
+        parts: Sequence[str | Sequence[int]],
+        *,
+        recompute: float = 0.05,
+        parse_special: bool = False,
+        adapter: str | None = None,
+    ) -> Session:
+        """Open a session of texts one after the other, each computed alone once and then copied.
+
+        The answers are near those of the plain context, and not the same. Documents computed alone
+        are found again like any other prefix, wherever they stand in the next composition. The
+        first and the last part, and what cannot be copied, are computed in place.
+
+        Args:
+            parts: texts or token ids: what comes first, documents, and a question.
+            recompute: share of each document, from its beginning, that is computed in place; with
+                1 all are, and the session is a plain one.
+            parse_special: whether the text of a special token is that token, for a chat's markers.
+            adapter: loaded adapter of the session; None: the model as it is.
+
+        Raises:
+            ContextOverflowError: the parts do not fit into the context.
+            UnsupportedModelError: K and V of the model, or in the KV cache's format, cannot be
+                copied to other positions, and `recompute` is less than 1.
+            CacheFullError: answers on their way hold the whole cache.
+        """
+        return compose(
+            self.engine, parts, recompute=recompute, parse_special=parse_special, adapter=adapter
+        )
 
     def _call(self, arguments: CallArguments) -> Call:
         return model_call(self.engine, arguments)

@@ -119,6 +119,22 @@ class TokenLogprob:
     top: Mapping[int, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Composition:
+    """Counts of what `LLM.compose` copies and computes.
+
+    Attributes:
+        copied_tokens: number of tokens whose K and V were copied from where they stood alone.
+        computed_tokens: number of all other tokens, computed in place at the latest by the first
+            answer.
+        alone_tokens: number of tokens that were computed alone before, as they were not cached.
+    """
+
+    copied_tokens: int
+    computed_tokens: int
+    alone_tokens: int
+
+
 @dataclass(frozen=True)
 class RankedDocument:
     """A document with its relevance to a query.

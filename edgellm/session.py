@@ -15,7 +15,7 @@ from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
-from edgellm.results import Completion, Piece, Stats, completion
+from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
 class Session:
@@ -25,6 +25,10 @@ class Session:
     again. A session is not to be used from two threads at once; different sessions may be.
 
     `close` gives its place in the cache back, as do `with` and, later, the garbage collector.
+
+    Attributes:
+        stats: timings and counts of the last answer; None before one.
+        composed: what `LLM.compose` copied and computed; None: it did not make the session.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Session:
         self._context = context
         self._closes = closes
         self.stats: Stats | None = None
+        self.composed: Composition | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -479,7 +479,7 @@ class ShiftingTable:
             self._old,
             start + self._discard,
             end - start,
-            target=block,
+            targets=[block],
             row=start - begin,
             distance=self._discard,
             inv_freq=self._inv_freq,

@@ -1,9 +1,10 @@
-"""KV shift: moving K and V rows to earlier positions of a sequence, as if computed there.
+"""KV shift: moving K and V rows to other positions, as if computed there.
 
 A key at position `p` is `R(p) x`, so `R(-distance)` turns it to the key at `p - distance` (RoPE, Su
 et al., arXiv:2104.09864). So tokens behind a gap can close it without being computed again, and a
 sequence goes on with its first tokens and a recent window (StreamingLLM, Xiao et al.,
-arXiv:2309.17453). Values do not depend on the position. A quantized key is rounded once more.
+arXiv:2309.17453); or those of a text can stand behind another one. Values do not depend on the
+position. A quantized key is rounded once more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from edgellm.kernels import hadamard, rope
 from edgellm.kernels.kv_append.portable import stored
-from edgellm.kernels.kv_blocks import BLOCK, SCALED, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, BlockTable, KVBlocks, slots
 
 __all__ = ["move"]
 
@@ -25,22 +26,23 @@ def move(
     start: int,
     count: int,
     *,
-    target: int,
+    targets: BlockTable,
     row: int,
     distance: int,
     inv_freq: Sequence[Sequence[float]],
 ) -> None:
-    """Write `count` tokens from position `start` of a sequence into rows `row ..` of a block.
+    """Write `count` tokens from position `start` of a sequence into rows `row ..` of other blocks.
 
     Args:
         blocks, table: pool, and block ids of the sequence.
-        target: id of the block to write, which is not among the blocks to read.
-        row: first row to write in the block.
-        distance: number of positions that the tokens move towards the start.
+        targets: ids of the blocks to write, none of which is read.
+        row: first row to write in the first of them.
+        distance: number of positions that the tokens move towards the start; negative: away.
         inv_freq: RoPE's frequencies in each layer, in radians per position.
     """
     ids = table[start // BLOCK : -(-(start + count) // BLOCK)]
     rows = slice(start % BLOCK, start % BLOCK + count)
+    written = slots(targets, row, count)
     turns = {tuple(layer): _turn(layer, distance, count) for layer in inv_freq}
     for layer in range(blocks.layers):
         turn = turns[tuple(inv_freq[layer])]
@@ -50,15 +52,15 @@ def move(
             scales = np.stack((blocks.k_scale[ids, layer], blocks.v_scale[ids, layer]))
             k_scale, v_scale = scales.swapaxes(1, 2).reshape(2, blocks.kv_heads, -1)[:, :, rows]
             keys *= k_scale[..., None]
-            blocks.v_scale[target, layer, :, row : row + count] = v_scale
+            blocks.v_scale[written[0], layer, :, written[1]] = v_scale.T
         if blocks.format in SCALED:
             keys = hadamard.transform(keys)
         keys = keys.transpose(1, 0, 2)
         offset = np.float32(0) if blocks.key_offset is None else blocks.key_offset[layer]
         k, scale = stored(blocks, rope.apply(keys + offset, turn, 0) - offset, key=True)
-        blocks.write([target], layer, row, k, values[:, rows].transpose(1, 0, 2))
+        blocks.write(targets, layer, row, k, values[:, rows].transpose(1, 0, 2))
         if blocks.k_scale is not None and scale is not None:
-            blocks.k_scale[target, layer, :, row : row + count] = scale.T
+            blocks.k_scale[written[0], layer, :, written[1]] = scale
 
 
 def _turn(inv_freq: Sequence[float], distance: int, count: int) -> rope.RopeTable:

@@ -27,7 +27,14 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize(
     ("start", "count", "row", "distance"),
-    [(5, 1, 0, 5), (130, 120, 8, 122), (100, 60, 40, 60), (128, 128, 0, 128), (250, 6, 122, 256)],
+    [
+        (5, 1, 0, 5),
+        (130, 120, 8, 122),
+        (100, 60, 40, 60),
+        (128, 128, 0, 128),
+        (250, 6, 122, 256),
+        (3, 250, 5, -700),
+    ],
 )
 @pytest.mark.usefixtures("poisoned")
 def test_rows_are_what_they_would_be_there(
@@ -38,20 +45,21 @@ def test_rows_are_what_they_would_be_there(
     table = [4, 0]
     for layer in range(2):
         append(blocks, table, layer, 0, *rng.standard_normal((2, 256, 3, 16)).astype(np.float32))
-    move(blocks, table, start, count, target=2, row=row, distance=distance, inv_freq=INV_FREQ)
+    move(blocks, table, start, count, targets=[2, 3], row=row, distance=distance, inv_freq=INV_FREQ)
     for layer in range(2):
         for i in range(count):
             block, at = table[(start + i) // BLOCK], (start + i) % BLOCK
+            target, to = 2 + (row + i) // BLOCK, (row + i) % BLOCK
             before, _ = keys(blocks, block, layer, at)
-            after, error = keys(blocks, 2, layer, row + i)
+            after, error = keys(blocks, target, layer, to)
             expected = reference.move(before[None], distance, INV_FREQ[layer])[0]
             assert (np.abs(after - expected).max(axis=1) <= error).all()
             assert (
-                blocks.value_rows(2, layer, row + i) == blocks.value_rows(block, layer, at)
+                blocks.value_rows(target, layer, to) == blocks.value_rows(block, layer, at)
             ).all()
             if blocks.v_scale is not None:
                 assert (
-                    blocks.v_scale[2, layer, :, row + i] == blocks.v_scale[block, layer, :, at]
+                    blocks.v_scale[target, layer, :, to] == blocks.v_scale[block, layer, :, at]
                 ).all()
 
 
@@ -64,7 +72,7 @@ def test_keys_with_an_offset_turn_without_it() -> None:
     for blocks in (plain, less):
         for layer in range(2):
             append(blocks, [1], layer, 0, k, v)
-        move(blocks, [1], 40, 50, target=0, row=7, distance=33, inv_freq=INV_FREQ)
+        move(blocks, [1], 40, 50, targets=[0], row=7, distance=33, inv_freq=INV_FREQ)
     for layer in range(2):
         for row in range(7, 57):
             found = less.key_rows(0, layer, row) + offset[layer]
@@ -76,7 +84,7 @@ def test_nothing_else_is_written() -> None:
     blocks = allocate(format="f32", blocks=3, layers=1, kv_heads=1, head_dim=8)
     ones = np.ones((128, 1, 8), np.float32)
     append(blocks, [0], 0, 0, ones, ones)
-    move(blocks, [0], 10, 4, target=2, row=3, distance=7, inv_freq=[(1.0,)])
+    move(blocks, [0], 10, 4, targets=[2], row=3, distance=7, inv_freq=[(1.0,)])
     written = np.isfinite(blocks.v[2, 0]).transpose(0, 1, 3, 2).reshape(BLOCK, 8).all(axis=1)
     assert np.flatnonzero(written).tolist() == [3, 4, 5, 6]
     assert np.isnan(blocks.v[1]).all()
