@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 from edgellm.engine.context import Context
 from edgellm.engine.one_sequence import Hooks, compute_prompt
+from edgellm.generation_options import CONTEXT_POLICIES
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
@@ -144,7 +145,7 @@ class Stream:
             return math.nan
         context.tokens += tokens
         if len(context.tokens) > context.engine.ctx_size:
-            context.make_room(self.keep or 0)
+            context.make_room(CONTEXT_POLICIES["shift"], self.keep or 0)
         parts: list[NDArray[np.float32]] = []
         hooks = Hooks(on_hidden=lambda rows: parts.append(rows.copy())) if following else Hooks()
         prefill, missing = context.engine.prefill, context.tokens[context.cached :]
