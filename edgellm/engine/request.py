@@ -343,8 +343,8 @@ class Request(Stream):
         )
 
     def _whole_blocks(self, rows: int, end: int) -> int:
-        """Return the rows that come next of a prompt up to `end`, in place of `rows`, so that blocks
-        which read a part are whole."""
+        """Return the rows that come next of a prompt up to `end`, in place of `rows`: blocks that
+        read a part are whole."""
         if self._engine.options.prefill_mass is None or self.computed >= end:
             return rows
         if self.computed > DENSE_POSITIONS:
