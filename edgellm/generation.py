@@ -359,7 +359,7 @@ class TextGeneration(Infilling):
 
         The answers are near those of the plain context, and not the same. Documents computed alone
         are found again like any other prefix, wherever they stand in the next composition. The
-        first and the last part, and what cannot be copied, are computed in place.
+        first and the last part are computed in place.
 
         Args:
             parts: texts or token ids: what comes first, documents, and a question.

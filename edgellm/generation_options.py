@@ -28,7 +28,11 @@ class FullContext:
     forgets = False
 
     def forgotten(self, length: int, *, ctx_size: int, keep: int) -> int:
-        """Count the tokens of `length` to forget behind the first `keep`, which may be refused."""
+        """Count the tokens of `length` to forget behind the first `keep`.
+
+        Raises:
+            OptionError: `keep` leaves no room.
+        """
         return 0
 
 

@@ -48,16 +48,20 @@ KVFormat = Literal["int8", "int4", "f16", "f32", "k8v4", "k4v4", "k4v2"]
 
 @dataclass(frozen=True)
 class Sealing:
-    """Bits of a number in sealed blocks.
-
-    `channels` is whether keys have a scale for each channel of a block, not for each row, and
-    `value_scales` the number of scales that a row of V has, each for as many numbers.
-    """
+    """Bits of a number in sealed blocks."""
 
     key_bits: int
     value_bits: int
-    channels: bool
-    value_scales: int
+
+    @property
+    def channels(self) -> bool:
+        """Whether keys have a scale for each channel of a block, not for each row."""
+        return self.key_bits < 8
+
+    @property
+    def value_scales(self) -> int:
+        """Number of scales of a row of V, each for as many numbers."""
+        return 2 if self.value_bits == 2 else 1
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,9 @@ STORAGE: dict[KVFormat, Storage] = {
     "int4": Storage(np.uint8, 4),
     "f16": Storage(np.float16, 16, scaled=False, spread_values=False),
     "f32": Storage(np.float32, 32, scaled=False, spread_values=False),
-    "k8v4": Storage(np.int8, 8, sealing=Sealing(8, 4, channels=False, value_scales=1)),
-    "k4v4": Storage(np.int8, 8, sealing=Sealing(4, 4, channels=True, value_scales=1)),
-    "k4v2": Storage(np.int8, 8, sealing=Sealing(4, 2, channels=True, value_scales=2)),
+    "k8v4": Storage(np.int8, 8, sealing=Sealing(8, 4)),
+    "k4v4": Storage(np.int8, 8, sealing=Sealing(4, 4)),
+    "k4v2": Storage(np.int8, 8, sealing=Sealing(4, 2)),
 }
 KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
 # Formats that seal full blocks, in C++ alone, and those that keep all rows as they are.

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from edgellm.backends.batch import Backend, Rows, Span
@@ -55,7 +55,7 @@ class Work:
     @property
     def drafted(self) -> bool:
         """Whether a draft is computed with the rows."""
-        return len(self.span.tokens) > self.share.rows
+        return self.span.drafted > 0
 
 
 class Batcher:
@@ -254,12 +254,12 @@ class Batcher:
         """
         while shares:
             work: list[Work] = []
+            wake()
             start = time.perf_counter()
             try:
                 work = self._work(shares, company=company)
                 if not work:
                     break
-                wake()
                 results = backend.run([part.span for part in work], should_stop=_should_stop(work))
             except CancelledError:
                 break
@@ -302,6 +302,7 @@ class Batcher:
             except Exception as error:
                 self._fail(request, error)
             else:
+                share = replace(share, rows=len(span.tokens) - span.drafted)  # it may have others
                 work.append(Work(share, span, decoded=request.decoding))
         return work
 

@@ -58,7 +58,7 @@ class Loop:
     ) -> None:
         self._thread = thread
         self._readers: dict[object, _Reader] = {}
-        self._woken = 0  # times
+        self._due = False  # whether readers may have news of which they were not told
         if options.scheduling != "two_devices":
             self._batcher = Batcher(cache, options, prefill=prefill, decoder=decoder)
         else:
@@ -146,12 +146,18 @@ class Loop:
         Readers are woken as the next batch begins, while C++ has no need of the interpreter's lock:
         woken before it is planned, they wait for the lock and keep the engine (80 µs a token).
         """
-        before = self._woken
+        self._due = True
         try:
             self._batcher.step(wake=self._wake)
         except BaseException as error:
             return self.fail(error)
-        if self._woken == before or not self._batcher.has_work:
+        if self._due:  # nothing was computed
+            self._wake()
+        self._due = True
+
+    def pause(self) -> None:
+        """See `Worker`."""
+        if self._due:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -161,7 +167,7 @@ class Loop:
 
     def _wake(self) -> None:
         """Wake the readers that have news, and forget requests of those whose thread has ended."""
-        self._woken += 1
+        self._due = False
         for key, reader in self._readers.copy().items():  # others come and go meanwhile
             if _have_news(reader.requests) and self._readers.pop(key, None) is not None:
                 reader.wake()

@@ -59,7 +59,7 @@ struct BlockRange {
 // Position from which on a block of queries chooses what it reads. At 4,096 attention is a third of the time of a prompt.
 constexpr int DENSE_POSITIONS = 4096;
 
-// Those that choose what they read by a share of the attention: whole ones among consecutive rows.
+// Blocks that choose what they read by a share of the attention: whole ones among consecutive rows.
 inline BlockRange sparse_blocks(int start, int rows, float mass) {
     const int from = std::max(start + BLOCK - 1, DENSE_POSITIONS) / BLOCK;
     return {from, mass > 0 ? std::max(from, (start + rows) / BLOCK) : from};

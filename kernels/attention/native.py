@@ -49,8 +49,7 @@ def attend(
         library: the compiled kernels.
 
     Raises:
-        ValueError: heads, layer, queries, block table or what is read of it do not
-            fit the pool.
+        ValueError: heads, layer, queries, block table or what is read of it do not fit the pool.
     """
     tokens, heads, _ = q.shape
     if heads % blocks.kv_heads or not 0 <= layer < blocks.layers:

@@ -13,7 +13,7 @@ from edgellm.kernels.kv_blocks import BLOCK, STORAGE, KVFormat
 from edgellm.kernels.sealed_blocks import sealed_end
 
 Floats = NDArray[np.float64]
-# Of normally distributed numbers with a spread of 1: half the step that four levels fit best.
+# Half the step that four levels fit best, for normally distributed numbers with a spread of 1.
 FIRST_STEP = 0.498
 
 

@@ -307,15 +307,22 @@ protected:
 
     // Chooses what whole blocks of positions read.
     void choose_by_mass(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        for (int s = 0; s < call_.span_count; ++s) {
+        const auto items = [&](int s) {
             const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
-            worker.each((blocks.to - blocks.from) * heads.kv_heads, [&](int item) {
-                const int block = blocks.to - 1 - item / heads.kv_heads, kv_head = item % heads.kv_heads;
-                const edgellm::BlockLists lists = this->lists(heads, s, kv_head);
-                int32_t* list = const_cast<int32_t*>(lists.lists) + (block - blocks.from) * lists.stride;
-                choose_heavy(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, kv_head, block, list);
-            });
-        }
+            return (blocks.to - blocks.from) * heads.kv_heads;
+        };
+        int count = 0;
+        for (int s = 0; s < call_.span_count; ++s) count += items(s);
+        if (count == 0) return;
+        worker.each(count, [&](int item) {
+            int s = 0;
+            for (; item >= items(s); ++s) item -= items(s);
+            const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
+            const int block = blocks.to - 1 - item / heads.kv_heads, kv_head = item % heads.kv_heads;
+            const edgellm::BlockLists lists = this->lists(heads, s, kv_head);
+            int32_t* list = const_cast<int32_t*>(lists.lists) + (block - blocks.from) * lists.stride;
+            choose_heavy(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, kv_head, block, list);
+        });
     }
 
     // The blocks that rows of answers read.

@@ -211,7 +211,7 @@ class Pause:
         self._done.put(None)
         while self._turns.get():
             self._loop.step()
-            self._loop._wake()  # no step follows, which would
+            self._loop.pause()
             self._done.put(None)
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ import gc
 import random
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -47,6 +47,30 @@ def test_readers_take_their_pieces_as_they_come(tiny: LLM) -> None:
                 until(lambda count=count: [len(each) for each in read] == [count] * 3)
         results(readers)
     assert [tuple(each) for each in read] == expected
+
+
+def test_a_reader_hears_of_its_end_though_no_step_follows(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other answer goes away in the step in which this one ends."""
+    other = tiny.stream(prompt(1, 20), max_tokens=400, **GREEDY)
+    next(other)
+    (going,) = live(tiny)
+    both: list[int] = []
+
+    def leaving(step: Callable[[], None]) -> None:
+        step()
+        both.append(len(live(tiny)))
+        if both[-2:] == [2, 1]:
+            tiny.engine.loop.withdraw(going)
+
+    watch_steps(tiny, monkeypatch, leaving)
+    with ThreadPoolExecutor(1) as pool:
+        with paused(tiny):
+            ending = pool.submit(tiny.generate, prompt(2, 20), max_tokens=9, **GREEDY)
+            until(lambda: len(submitted(tiny)) == 1)
+        assert len(ending.result().tokens) == 9
+    other.close()
 
 
 def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:

@@ -51,6 +51,7 @@ def test_cut_anywhere_and_in_company(bundle: str, expected: Completion) -> None:
     for options in ({"time_target_ms": 1}, {"scheduling": "layered"}, {"scheduling": "serial"}):
         llm = start(bundle, cache_size=12_000, **options)
         calls = [(TOKENS, ANSWER), ([9, *TOKENS[: DENSE_POSITIONS + 50]], ANSWER)]
+        calls += [([i, 5, 3], ANSWER) for i in range(20)]
         same(together(llm, calls)[0], expected)
 
 
