@@ -38,9 +38,6 @@ class Worker(Protocol):
 
     def step(self) -> None: ...
 
-    def pause(self) -> None:
-        """Do what a step leaves to the next one, as something else comes before that."""
-
     def fail(self, error: BaseException) -> None:
         """End all work, as a command or a step has left it half done."""
 
@@ -86,14 +83,12 @@ class _Body:
             while not self.pokes.empty():  # before the look at what there is to do
                 self.pokes.get()
             worker = self._worker()
-            if not self.commands and worker is not None and worker.has_work:
+            if self.commands:
+                self._command()
+            elif worker is not None and worker.has_work:
                 worker.step()
-                continue
-            if worker is not None:
-                worker.pause()
-            if not self.commands:
+            else:
                 return
-            self._command()
 
     def _command(self) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
@@ -236,10 +236,10 @@ class TwoLaneBatcher(Batcher):
         """See `Batcher.away`."""
         return self._lane.busy
 
-    def step(self, *, wake: Callable[[], object]) -> None:
+    def step(self) -> None:
         """See `Batcher.step`."""
         self._start = time.perf_counter()
-        super().step(wake=wake)
+        super().step()
 
     def leave(self, request: Request) -> None:
         """See `Batcher.leave`."""

@@ -8,7 +8,6 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -154,7 +153,7 @@ def watch_steps(
 ) -> None:
     """Have `around(step)` called in the place of each step; it calls `step` itself."""
     step = batcher(llm).step
-    monkeypatch.setattr(batcher(llm), "step", lambda *, wake: around(partial(step, wake=wake)))
+    monkeypatch.setattr(batcher(llm), "step", lambda: around(step))
 
 
 def preempt_at(llm: LLM, monkeypatch: pytest.MonkeyPatch, which: Callable[[int], bool]) -> None:
@@ -211,7 +210,6 @@ class Pause:
         self._done.put(None)
         while self._turns.get():
             self._loop.step()
-            self._loop.pause()
             self._done.put(None)
 
     def wait(self) -> None:
