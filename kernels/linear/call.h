@@ -56,30 +56,36 @@ struct Linear {
     const uint8_t* panel(int index) const { return panels + index * panel_bytes(); }
 };
 
+// What belongs to a group of a row's codes, or of its fine codes; two rows share a line of the cache, as their codes
+// do.
+struct RowGroup {
+    float scale;            // of both, with the codes
+    float shift;            // scale * (sum of the codes), and with the fine codes
+    int32_t start[STARTS];  // what sums of products start from
+    int32_t unused;
+};
+
 // Quantized activations: value = scale * code, or with the fine code as well, see quantize_rest in
 // ../cpu/quantize.h. Rows lie in blocks of ROW_BLOCK, the last one of those that are left: what a group has of
 // all rows of a block lies side by side, so that kernels reach them from one address, and rows whose width is a
-// power of two do not meet in the same lines of the cache.
+// power of two do not meet in the same lines of the cache. Threads that quantize rows write no line of each other:
+// with each number of all rows side by side, products of 16 rows took 3 % longer, and of 32 rows 7 %.
 struct Rows {
-    int8_t *codes, *fine;  // [blocks, width / GROUP, rows of the block, GROUP]
-    // the others [blocks, width / GROUP, rows of the block]
-    float *scale, *shift, *fine_shift;  // shift: scale * (sum of the codes), without and with the fine codes
-    int32_t *start[STARTS], *fine_start[STARTS];
+    int8_t *codes, *fine;            // [blocks, width / GROUP, rows of the block, GROUP]
+    RowGroup *groups, *fine_groups;  // [blocks, width / GROUP, rows of the block]
     int32_t rows, width;
 
     static size_t bytes(int rows, int width) {
         const size_t values = size_t(rows) * width;
-        return (2 * values + values / GROUP * (3 + 2 * STARTS) * 4 + 255) / 64 * 64;
+        return (2 * (values + values / GROUP * sizeof(RowGroup)) + 255) / 64 * 64;
     }
     static Rows in(char* memory, int rows, int width) {
-        const size_t values = size_t(rows) * width, count = values / GROUP;
+        const size_t values = size_t(rows) * width;
         Rows result{};
         result.codes = reinterpret_cast<int8_t*>(memory);
         result.fine = result.codes + values;
-        auto* numbers = reinterpret_cast<int32_t*>(result.fine + values);
-        const auto take = [&] { return (numbers += count) - count; };
-        for (float** each : {&result.scale, &result.shift, &result.fine_shift}) *each = reinterpret_cast<float*>(take());
-        for (int i = 0; i < STARTS; ++i) result.start[i] = take(), result.fine_start[i] = take();
+        result.groups = reinterpret_cast<RowGroup*>(result.fine + values);
+        result.fine_groups = result.groups + values / GROUP;
         result.rows = rows;
         result.width = width;
         return result;

@@ -12,12 +12,12 @@ using Count = std::integral_constant<int, N>;
 
 // What sums of products of a group start from, see ZERO: of signed codes, of codes 0 .. 15 around 8 and of codes
 // 0 .. 31 around 16; then of each half of a group of codes 0 .. 63 around 32.
-inline void set_starts(int32_t zero, int32_t total, int32_t first_half, int32_t* const* start, size_t at) {
-    start[0][at] = zero + START * total;
-    start[1][at] = zero - 8 * total;
-    start[2][at] = zero - 16 * total;
-    start[3][at] = zero - 32 * first_half;
-    start[4][at] = zero - 32 * (total - first_half);
+inline void set_starts(int32_t zero, int32_t total, int32_t first_half, int32_t* start) {
+    start[0] = zero + START * total;
+    start[1] = zero - 8 * total;
+    start[2] = zero - 16 * total;
+    start[3] = zero - 32 * first_half;
+    start[4] = zero - 32 * (total - first_half);
 }
 
 // Quantize groups first .. end of a row; `x` begins at the first of them.
@@ -31,23 +31,26 @@ inline void quantize_groups(const float* x, int first, int end, const edgellm::R
         const size_t at = rows.at(row, g);
         int8_t* codes = rows.codes + at * edgellm::GROUP;
         const auto [scale, total] = quantize_row(x, edgellm::GROUP, codes);
-        rows.scale[at] = scale;
-        rows.shift[at] = scale * static_cast<float>(total);
-        set_starts(ZERO, total, first_half(codes), rows.start, at);
+        edgellm::RowGroup& group = rows.groups[at];
+        group.scale = scale;
+        group.shift = scale * static_cast<float>(total);
+        set_starts(ZERO, total, first_half(codes), group.start);
         if (!fine) continue;
         int8_t* finer = rows.fine + at * edgellm::GROUP;
         const int32_t rest = quantize_rest(x, edgellm::GROUP, scale, codes, finer);
-        set_starts(0, rest, first_half(finer), rows.fine_start, at);
-        rows.fine_shift[at] = scale * (static_cast<float>(total * FINE_STEPS + rest) / FINE_STEPS);
+        edgellm::RowGroup& with_fine = rows.fine_groups[at];
+        with_fine.scale = scale;
+        with_fine.shift = scale * (static_cast<float>(total * FINE_STEPS + rest) / FINE_STEPS);
+        set_starts(0, rest, first_half(finer), with_fine.start);
     }
 }
 
 // What the sums of a row and group start from; those of affine codes start from nothing, because their
 // offsets are added for all numbers of a group at once.
 template <int ARITHMETIC>
-inline IVec group_start(const int32_t* const* starts, size_t at, int start, int part, int32_t zero) {
+inline IVec group_start(const edgellm::RowGroup& group, int start, int part, int32_t zero) {
     if (ARITHMETIC == UNSIGNED_AFFINE) return splat_int(zero);
-    return splat_int(starts[ARITHMETIC == HALVES ? 3 + part : is_signed(ARITHMETIC) ? 0 : start][at]);
+    return splat_int(group.start[ARITHMETIC == HALVES ? 3 + part : is_signed(ARITHMETIC) ? 0 : start]);
 }
 
 // y[r, 0 .. 16 PANELS) (+)= x[row + r] . panels, over `groups` groups from the first of the weights, `from` of x
@@ -72,22 +75,22 @@ inline void panel_rows(const Weights& weights, int groups, const edgellm::Rows& 
                         for (int r = 0; r < ROWS; ++r) body(dots[p][part][r], at + r, part);
             };
             each([&](IVec& dot, size_t i, int part) {
-                dot = group_start<ARITHMETIC>(x.start, i, weights.start, part, ZERO);
+                dot = group_start<ARITHMETIC>(x.groups[i], weights.start, part, ZERO);
             });
             if (lane == 0) weights.fetch_ahead(g);
             weights.template dot_group<ROWS>(g, lane, x.codes + at * edgellm::GROUP, dots);
             if (FINE) {
                 each([&](IVec& dot, size_t i, int part) {
                     dot = (dot - ZERO) * FINE_STEPS +
-                          group_start<ARITHMETIC>(x.fine_start, i, weights.start, part, 0);
+                          group_start<ARITHMETIC>(x.fine_groups[i], weights.start, part, 0);
                 });
                 weights.template dot_group<ROWS>(g, lane, x.fine + at * edgellm::GROUP, dots);
             }
             // Rows outside: what is broadcast of a row needs a register for its own sums alone. The other way GCC keeps
             // the sums in memory, and a prompt of 512 takes 3 % longer (AMD EPYC, Zen 4).
             for (int r = 0; r < ROWS; ++r) {
-                const Vec row_scale = splat(x.scale[at + r]);
-                const Vec row_shift = splat((FINE ? x.fine_shift : x.shift)[at + r]);
+                const edgellm::RowGroup& group = (FINE ? x.fine_groups : x.groups)[at + r];
+                const Vec row_scale = splat(group.scale), row_shift = splat(group.shift);
                 for (int p = 0; p < PANELS; ++p) {
                     for (int part = 0; part < PARTS; ++part) {
                         const Vec scale = weights.scale(p, g, lane, part) * splat(FINE ? 1.0f / FINE_STEPS : 1.0f);

@@ -63,8 +63,7 @@ public:
         : weights_(weights), groups_(groups), beside_(x.beside(row)) {
         const size_t at = x.at(row, from);
         codes_ = x.codes + at * edgellm::GROUP;
-        scale_ = x.scale + at;
-        shift_ = x.shift + at;
+        rows_ = x.groups + at;
     }
 
     // y[0 .. 16, 0 .. 16) (+)= x . panel
@@ -104,22 +103,22 @@ private:
     const int8_t* codes(int g) const { return codes_ + g * beside_ * edgellm::GROUP; }
 
     INLINE void add_scaled(int g, const Sums& sums, Vec* total) const {
-        const float *row_scale = scale_ + g * beside_, *row_shift = shift_ + g * beside_;
+        const edgellm::RowGroup* rows = rows_ + g * beside_;
         const Vec scale = load(weights_[g].scale[0]), zero = zero_scaled(scale);
         unrolled<TILE_ROWS>([&](auto r) INLINE {
             const Vec sum = load(reinterpret_cast<const float*>(sums[r]));
-            total[r] += scaled_sum(sum, scale, zero) * splat(row_scale[r]);
+            total[r] += scaled_sum(sum, scale, zero) * splat(rows[r].scale);
         });
         if (!AFFINE) return;
         const Vec offset = load(weights_[g].offset);
-        unrolled<TILE_ROWS>([&](auto r) INLINE { total[r] += offset * splat(row_shift[r]); });
+        unrolled<TILE_ROWS>([&](auto r) INLINE { total[r] += offset * splat(rows[r].shift); });
     }
 
     const Unpacked* weights_;
     int groups_;
     size_t beside_;
     const int8_t* codes_;
-    const float *scale_, *shift_;
+    const edgellm::RowGroup* rows_;
 };
 
 // The same as all_rows for a tile of `panels` panels whose codes are signed.

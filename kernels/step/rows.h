@@ -30,12 +30,13 @@ protected:
     edgellm::Rows mixer_out(const edgellm::Linear& o) const { return edgellm::Rows::in(b_.attended, rows_, o.inputs); }
     edgellm::Rows mixer_out(const edgellm::Layer& layer) const { return mixer_out(layer.o); }
 
-    // Many rows are taken some at a time: the numbers of 16 that are quantized fill whole cache lines. `readers`: what
+    // Many rows are taken some at a time, an even number: two share lines of the cache, see RowGroup. `readers`: what
     // will read the rows that it keeps for adapters.
     template <typename Row>
     void every_row(edgellm::Worker& worker, const Row& row, const edgellm::Ahead& ahead = {},
                    const Readers& readers = {}) const {
-        const int run = std::max(1, std::min(16, rows_ / (4 * call_.threads)));
+        int run = std::max(1, std::min(16, rows_ / (4 * call_.threads)));
+        if (rows_ >= 2 * call_.threads) run = (run + 1) / 2 * 2;
         worker.each(
             (rows_ + run - 1) / run,
             [&](int item) {
