@@ -265,7 +265,9 @@ class TextGeneration(Infilling):
             prompts = prompt if is_many(prompt) else [prompt]
             answers = self.batch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order(answers)
-        return completion(list(self.stream(prompt, **arguments)))  # type: ignore[arg-type]
+        call = replace(self._call(arguments), whole=True)
+        pending = self._pending(prompt, call)  # type: ignore[arg-type]
+        return completion(list(iterate(self.engine.loop, pending)))
 
     def stream(
         self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
@@ -323,8 +325,9 @@ class TextGeneration(Infilling):
             prompts = prompt if is_many(prompt) else [prompt]
             answers = self.abatch(prompts, n=1 if n is None else n, **arguments)  # type: ignore[arg-type]
             return _in_order([answer async for answer in answers])
-        pieces = self.astream(prompt, **arguments)  # type: ignore[arg-type]
-        return completion([piece async for piece in pieces])
+        call = replace(self._call(arguments), whole=True)
+        pending = self._pending(prompt, call)  # type: ignore[arg-type]
+        return completion([piece async for piece in aiterate(self.engine.loop, pending)])
 
     def astream(
         self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]
@@ -392,7 +395,7 @@ class TextGeneration(Infilling):
         check_number("n", n, 1, 1024, whole=True)
         total = n * len(prompts) if isinstance(prompts, Sized) else None
         done = 0
-        for item in answers(self.engine, prompts, replace(call, progress=None), n=n):
+        for item in answers(self.engine, prompts, replace(call, progress=None, whole=True), n=n):
             if isinstance(item, BatchAnswer):
                 done += 1
                 if call.progress is not None:

@@ -74,12 +74,17 @@ class Infilling:
         Raises:
             UnsupportedModelError: the model has no infill tokens, and `template` is not set.
         """
-        return completion(list(self.stream_infill(prefix, suffix, **arguments)))
+        return completion(list(self._infilling(prefix, suffix, arguments, whole=True)))
 
     def stream_infill(
         self, prefix: str, suffix: str, **arguments: Unpack[InfillArguments]
     ) -> Iterator[Piece]:
         """Stream the text of `infill`, piece by piece."""
+        return self._infilling(prefix, suffix, arguments, whole=False)
+
+    def _infilling(
+        self, prefix: str, suffix: str, arguments: InfillArguments, *, whole: bool
+    ) -> Iterator[Piece]:
         gap = Gap(
             prefix=prefix,
             suffix=suffix,
@@ -93,7 +98,7 @@ class Infilling:
         single_line = arguments.pop("single_line", False)
         if arguments.get("options") is None:
             arguments.setdefault("temperature", 0.0)
-        call = model_call(self.engine, arguments)
+        call = replace(model_call(self.engine, arguments), whole=whole)
         if single_line:
             stop = [*call.options.stop, "\n"]
             call = replace(call, options=replace(call.options, stop=stop))

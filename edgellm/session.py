@@ -125,7 +125,8 @@ class Session:
         "time". An answer that was stopped in prefill, or with a `max_tokens` of 0 ("length"), is
         empty.
         """
-        return completion(list(self.stream(**arguments)))
+        pending = self._pending(replace(self._call(arguments), whole=True))
+        return completion(list(iterate(self._engine.loop, pending)))
 
     def stream(self, **arguments: Unpack[CallArguments]) -> Iterator[Piece]:
         """Stream the answer piece by piece; the last piece has a finish_reason and the stats.
@@ -145,7 +146,7 @@ class Session:
 
     async def agenerate(self, **arguments: Unpack[CallArguments]) -> Completion:
         """Return the answer of `generate`, for asyncio; see `astream`."""
-        pending = self._pending(self._call(arguments))
+        pending = self._pending(replace(self._call(arguments), whole=True))
         return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
     def astream(self, **arguments: Unpack[CallArguments]) -> AsyncGenerator[Piece, None]:

@@ -206,7 +206,8 @@ class Sequence:
 
         Full blocks of shareable tokens enter the prefix index.
         """
-        before, numbers = len(self), set[int]()
+        before = len(self)
+        numbers: set[int] = set()
         self.tokens.extend(tokens)
         for table in self.tables:
             table.committed(len(self))

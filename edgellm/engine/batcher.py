@@ -102,8 +102,12 @@ class Batcher:
         """Whether another thread computes for a request."""
         return False
 
-    def step(self) -> None:
-        """Compute a batch, and give each request its piece."""
+    def step(self, *, wake: Callable[[], object]) -> None:
+        """Compute a batch, and give each request its piece.
+
+        Args:
+            wake: function called whenever a batch is about to be computed.
+        """
         self._scheduler.counts.steps += 1
         self._take_in()
         self._end()
@@ -114,15 +118,15 @@ class Batcher:
         others = [share for share in whole if not (together or share.request.decoding)]
         company = _company(shares)
         start = time.perf_counter()
-        done = self._compute(self._decoder, decoding, company=company)
+        done = self._compute(self._decoder, decoding, company=company, wake=wake)
         # to make room for a decode, the newest request may have lost its place
         others = [share for share in others if share.request in self._scheduler.running]
-        done += self._compute(self._prefill, others, company=0)
+        done += self._compute(self._prefill, others, company=0, wake=wake)
         if done:
             self._learn(done, time.perf_counter() - start)
         for share in shares:
             if share.layers is not None:
-                self._pass_group(share)
+                self._pass_group(share, wake)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests with an error that is none of theirs."""
@@ -143,11 +147,11 @@ class Batcher:
             except Exception:
                 _log.exception("an answer could not give its memory back")
 
-    def _pass_group(self, share: Share[Request]) -> None:
+    def _pass_group(self, share: Share[Request], wake: Callable[[], object]) -> None:
         """Bring rows of a prompt through a group of layers, if it was not preempted meanwhile."""
         if share.request in self._scheduler.running:
             start = time.perf_counter()
-            if self._compute(self._prefill, [share], company=0):
+            if self._compute(self._prefill, [share], company=0, wake=wake):
                 self._scheduler.passed(share, time.perf_counter() - start)
 
     def leave(self, request: Request) -> None:
@@ -236,7 +240,12 @@ class Batcher:
                 return True
 
     def _compute(
-        self, backend: Backend, shares: Sequence[Share[Request]], *, company: int
+        self,
+        backend: Backend,
+        shares: Sequence[Share[Request]],
+        *,
+        company: int,
+        wake: Callable[[], object],
     ) -> list[Work]:
         """Run shares of a step in one batch, without the newest request where the cache is full.
 
@@ -245,6 +254,7 @@ class Batcher:
         """
         while shares:
             work: list[Work] = []
+            wake()
             start = time.perf_counter()
             try:
                 work = self._work(shares, company=company)
@@ -259,7 +269,9 @@ class Batcher:
                 company = 0  # and without a draft
             except Exception as error:
                 if len(work) > 1:
-                    apart = (self._compute(backend, [share], company=0) for share in shares)
+                    apart = (
+                        self._compute(backend, [share], company=0, wake=wake) for share in shares
+                    )
                     return [part for done in apart for part in done]
                 self._fail(work[0].request, error)
                 break

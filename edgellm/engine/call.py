@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,16 +53,21 @@ class ChatCallArguments(CallArguments, ToolArguments, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Checked `CallArguments`."""
+    """Checked `CallArguments`.
+
+    Attributes:
+        whole: whether the caller gets the whole answer at once; see `Stream`.
+    """
 
     options: GenerationOptions
     cancel: threading.Event | None = None
     progress: ProgressCallback | None = None
     logit_filter: LogitFilter | None = None
+    whole: bool = False
 
 
 _FORMS = ("logit_filter", "json_schema", "grammar")
-CALL_NAMES = (*(field.name for field in fields(Call)), "json_schema", "grammar")
+CALL_NAMES = ("options", "cancel", "progress", *_FORMS)
 
 
 def checked_call(

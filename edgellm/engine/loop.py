@@ -58,6 +58,7 @@ class Loop:
     ) -> None:
         self._thread = thread
         self._readers: dict[object, _Reader] = {}
+        self._due = False  # whether readers may have news of which they were not told
         if options.scheduling != "two_devices":
             self._batcher = Batcher(cache, options, prefill=prefill, decoder=decoder)
         else:
@@ -140,12 +141,23 @@ class Loop:
         return self._batcher.away
 
     def step(self) -> None:
-        """Make a step; an exception that is no request's own ends all requests."""
+        """Make a step; an exception that is no request's own ends all requests.
+
+        Readers are woken as the next batch begins, while C++ has no need of the interpreter's lock:
+        woken before it is planned, they wait for the lock and keep the engine (80 µs a token).
+        """
+        self._due = True
         try:
-            self._batcher.step()
+            self._batcher.step(wake=self._wake)
         except BaseException as error:
-            self.fail(error)
-        else:
+            return self.fail(error)
+        if self._due:  # nothing was computed
+            self._wake()
+        self._due = True
+
+    def pause(self) -> None:
+        """See `Worker`."""
+        if self._due:
             self._wake()
 
     def fail(self, error: BaseException) -> None:
@@ -155,6 +167,7 @@ class Loop:
 
     def _wake(self) -> None:
         """Wake the readers that have news, and forget requests of those whose thread has ended."""
+        self._due = False
         for key, reader in self._readers.copy().items():  # others come and go meanwhile
             if _have_news(reader.requests) and self._readers.pop(key, None) is not None:
                 reader.wake()

@@ -114,7 +114,7 @@ class Request(Stream):
         Raises:
             OptionError: `options` names an adapter that is not loaded.
         """
-        super().__init__(context)
+        super().__init__(context, whole=call.whole)
         engine, options = context.engine, call.options
         adapter = engine.adapters.get(options.adapter)
         if context.answering is None:  # else `check` refuses to answer

@@ -61,8 +61,9 @@ class Sampler:
             raise NumericError(
                 "the model's logits are not finite; the model file or a kernel is broken"
             )
-        if self._takes_best and not banned:
-            return place if ids is None else int(ids[place])
+        best = place if ids is None else int(ids[place])
+        if self._takes_best and best not in banned:
+            return best
         candidates = self.candidates(logits, tokens, ids=ids, banned=banned)
         if self._options.temperature == 0:
             return candidates.token(int(candidates.scores.argmax()))

@@ -38,6 +38,9 @@ class Worker(Protocol):
 
     def step(self) -> None: ...
 
+    def pause(self) -> None:
+        """Do what a step leaves to the next one, as something else comes before that."""
+
     def fail(self, error: BaseException) -> None:
         """End all work, as a command or a step has left it half done."""
 
@@ -83,12 +86,16 @@ class _Body:
             while not self.pokes.empty():  # before the look at what there is to do
                 self.pokes.get()
             worker = self._worker()
-            if self.commands:
-                self._command()
-            elif worker is not None and worker.has_work:
+            if not self.commands and worker is not None and worker.has_work:
                 worker.step()
-            else:
+                continue
+            if worker is not None:
+                worker.pause()
+            if not self.commands:
                 return
+            self._command()
+        if (worker := self._worker()) is not None:
+            worker.pause()
 
     def _command(self) -> None:
         try:

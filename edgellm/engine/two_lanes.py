@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
@@ -236,10 +236,11 @@ class TwoLaneBatcher(Batcher):
         """See `Batcher.away`."""
         return self._lane.busy
 
-    def step(self) -> None:
+    def step(self, *, wake: Callable[[], object]) -> None:
         """See `Batcher.step`."""
         self._start = time.perf_counter()
-        super().step()
+        wake()  # to make room, a step may wait for the lane
+        super().step(wake=wake)
 
     def leave(self, request: Request) -> None:
         """See `Batcher.leave`."""

@@ -284,6 +284,7 @@ class FusedStep:
         self._library = library
         self._weights = weights
         self._ropes = list(ropes)
+        self._most_heads = weights.most_heads
         self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
@@ -472,7 +473,7 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
-                check_reads(pool, self._weights.most_heads, span.kv_read, span.prefill_mass)
+                check_reads(pool, self._most_heads, span.kv_read, span.prefill_mass)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

@@ -8,6 +8,7 @@ import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -151,9 +152,17 @@ def watch_leaving(
 def watch_steps(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, around: Callable[[Callable[[], None]], object]
 ) -> None:
-    """Have `around(step)` called in the place of each step; it calls `step` itself."""
+    """Have `around(step)` called in the place of each step; it calls `step` itself.
+
+    Readers have heard of the steps before, so that `around` may wait.
+    """
     step = batcher(llm).step
-    monkeypatch.setattr(batcher(llm), "step", lambda: around(step))
+
+    def watched(*, wake: Callable[[], object]) -> None:
+        wake()
+        around(partial(step, wake=wake))
+
+    monkeypatch.setattr(batcher(llm), "step", watched)
 
 
 def preempt_at(llm: LLM, monkeypatch: pytest.MonkeyPatch, which: Callable[[int], bool]) -> None:
@@ -210,6 +219,7 @@ class Pause:
         self._done.put(None)
         while self._turns.get():
             self._loop.step()
+            self._loop.pause()
             self._done.put(None)
 
     def wait(self) -> None:
@@ -241,10 +251,16 @@ def step_in_readers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a step made only while a reader waits, so that none runs ahead of its reader."""
     loop = llm.engine.loop
     has_work = type(loop).has_work.fget  # type: ignore[attr-defined]
+
+    def waits(each: Any) -> bool:
+        # readers with news are woken later
+        watched = (reader.requests for reader in [*each._readers.values()])
+        return any(not any(request.has_news for request in requests) for requests in watched)
+
     monkeypatch.setattr(
         type(loop),
         "has_work",
-        property(lambda self: has_work(self) and (self is not loop or bool(self._readers))),
+        property(lambda self: has_work(self) and (self is not loop or waits(self))),
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inspection import cached_prefix, context
+from inspection import cached_prefix, context, used_blocks
 
 from edgellm import ContextOverflowError, OptionError
 from edgellm.generation_options import Shift
@@ -114,12 +114,12 @@ def test_a_stream_takes_the_memory_of_one_context(llm: LLM) -> None:
     tokens = llm.engine.tokenizer.encode(TEXT)[::-1]  # no other text begins so
     sampling = llm.generation_options(temperature=0, max_tokens=0, context_policy="shift")
     with llm.session() as session:
-        before, held, dropped = llm.engine.cache.used_blocks, [], 0
+        before, held, dropped = used_blocks(llm), [], 0
         for start in range(0, len(tokens), 60):
             part = tokens[start : start + 60]
             session.append(part)
             stats = session.generate(options=sampling).stats
-            held.append(llm.engine.cache.used_blocks - before)
+            held.append(used_blocks(llm) - before)
             dropped += stats.dropped_tokens
             assert sum(stats.prefill.values()) == len(part)  # nothing was computed twice
         assert max(held) == max(held[: CTX // 60]) == CTX // BLOCK
