@@ -23,6 +23,7 @@ from loop_checks import assert_idle, raising_once
 from loops import GREEDY, alone, assert_no_new_thread, prompt, short, together, tokens_of
 from waiting import Clock, until
 
+from edgellm.engine.request import Request
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
 
@@ -88,6 +89,25 @@ def test_a_slow_reader_gives_its_place_while_others_decode(folder: str) -> None:
     fast.close()
     third.close()
     assert_idle(small)
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_reader_of_whole_answers_is_seldom_woken(
+    tiny: LLM, prompts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, options = [prompt(seed, 20) for seed in range(prompts)], {**GREEDY, "max_tokens": 100}
+    expected = [[piece.token for piece in tiny.stream(each, **options)] for each in asked]
+    wait, waits = tiny.engine.loop.wait, list[int]()
+
+    def counted(requests: Sequence[Request]) -> None:
+        waits.append(len(requests))
+        wait(requests)
+
+    monkeypatch.setattr(tiny.engine.loop, "wait", counted)
+    answers = tiny.generate(asked, **options)
+    assert [list(each.tokens) for each in answers] == [tokens[:100] for tokens in expected]
+    # each time for 32 pieces at least, or for an end
+    assert len(waits) <= prompts * (100 // 32 + 1)
 
 
 def test_a_time_limit_ends_who_waits_for_a_place(
