@@ -122,7 +122,7 @@ _LOADING = (
         "--prefill-mass",
         type=float,
         metavar="SHARE",
-        help="Share of the attention that prompts keep from token 4,096 on, such as 0.9 (C++ "
+        help="Share of the attention that prompts keep from token 4,096 on, such as 0.98 (C++ "
         "kernels and int8 alone): long ones are read sooner, and not quite as well.  [default: 1]",
     ),
     click.option(

@@ -120,7 +120,7 @@ class EngineOptions:
             stays of a context that shifts is computed again. None: all.
         kv_policy: which ones stay. sinks: the first block of 128 tokens, and the last ones.
         prefill_mass: with int8 and the native kernels, share of the attention that a block of 128
-            tokens of a prompt keeps from token 4,096 on, such as 0.9: it reads the first block,
+            tokens of a prompt keeps from token 4,096 on, such as 0.98: it reads the first block,
             itself, the one before, and those others that take most of it. What is left over behind
             the last whole block of a prompt, and answers, read all, and are for their own session
             alone. None: all read all.

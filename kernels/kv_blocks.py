@@ -103,6 +103,17 @@ LAYOUT_VERSION = 4
 BlockTable = Sequence[int]
 
 
+def first_dense(start: int, end: int) -> int:
+    """Return the first of positions `start` to `end` of a prompt, from `DENSE_POSITIONS` on, whose
+    block is not whole among them, so that it reads all; `end`: none.
+
+    See `sparse_blocks` in `attention/call.h`.
+    """
+    if start > DENSE_POSITIONS and start % BLOCK:
+        return start
+    return min(end, max(start, DENSE_POSITIONS, end // BLOCK * BLOCK))
+
+
 @dataclass(frozen=True)
 class SealedBlocks:
     """A pool of sealed blocks, with the methods of `KVBlocks` that do not know of tokens.

@@ -20,7 +20,7 @@ from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
+from edgellm.kernels.kv_blocks import DENSE_POSITIONS, first_dense
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
 from edgellm.kernels.linear.native import linear
 from edgellm.kernels.lora import AdapterWeights
@@ -179,11 +179,7 @@ class NativeModel:
         if self._kv_read is not None and span.answers:
             first = max(start, first_choosing(self._kv_read))
         elif self._prefill_mass is not None:
-            # rows of a block that is not whole read all
-            whole = (
-                0 if span.answers or (start % BLOCK and start > DENSE_POSITIONS) else end // BLOCK
-            )
-            first = max(start, DENSE_POSITIONS, whole * BLOCK)
+            first = max(start, DENSE_POSITIONS) if span.answers else first_dense(start, end)
         if first < end:
             sequence.shareable = first
 

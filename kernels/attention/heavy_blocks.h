@@ -76,26 +76,45 @@ inline void add_mass(float* scores, int count, float* mass) {
     for (int j = 0; j < count; ++j) mass[j / TILES] += scores[j] / total;
 }
 
-// The blocks that a block of query positions reads for all heads of a KV head: the first one, itself, the one before,
-// and the fewest others with which `mass` of the attention is theirs, on average of the heads. Their number and
+// Marks the blocks that a head reads of those up to `own`: the first one, its own, the one before, and the fewest others
+// with which they have `share` of its mass. `order` has room for all of them.
+inline void take_heaviest(const float* mass, int own, float share, int32_t* order, uint8_t* taken) {
+    float held = 0, all = 0;
+    int32_t* end = order;
+    for (int b = 0; b <= own; ++b) {
+        all += mass[b];
+        if (b > 0 && b + 1 < own) {
+            *end++ = b;
+            continue;
+        }
+        held += mass[b];
+        taken[b] = 1;
+    }
+    if (all == 0) std::fill(taken, taken + own + 1, 1);  // a NaN in a key, which shows so
+    std::sort(order, end,
+              [&](int32_t a, int32_t b) { return mass[a] > mass[b] || (mass[a] == mass[b] && a > b); });
+    for (const int32_t* b = order; b < end && held < share * all; ++b) {
+        held += mass[*b];
+        taken[*b] = 1;
+    }
+}
+
+// The blocks that a block of query positions reads for all heads of a KV head: what any of these takes. Their number and
 // then their numbers, in order, go to `chosen`.
 inline void choose_heavy(const edgellm::KV& kv, const edgellm::Queries& queries, int layer, int kv_head, int own,
                          int32_t* chosen) {
     const int group = queries.heads / kv.kv_heads, width = kv.head_dim, blocks = own + 1;
-    if (queries.mass >= 1) {
-        chosen[0] = blocks;
-        for (int b = 0; b < blocks; ++b) chosen[1 + b] = b;
-        return;
-    }
     const size_t first_query = size_t(own * edgellm::BLOCK - queries.start) * queries.heads;
     const size_t step = size_t(blocks) * TILES + LANES, coded = (Antidiagonals::bytes(width) + 63) / 64 * 64;
-    char* memory = static_cast<char*>(edgellm::scratch(coded + 4 * (TILES * step + blocks)));
+    char* memory = static_cast<char*>(edgellm::scratch(coded + 4 * (TILES * step + blocks) + blocks));
     Antidiagonals rows(memory, width);
     float* scores = reinterpret_cast<float*>(memory + coded);
     float* mass = scores + TILES * step;
-    std::fill(mass, mass + blocks, 0.0f);
-    for (int h = 0; h < group; ++h) {
-        rows.set(queries.q + (first_query + kv_head * group + h) * width, size_t(queries.heads) * width, width, queries.scale);
+    auto* taken = reinterpret_cast<uint8_t*>(mass + blocks);
+    std::fill(taken, taken + blocks, queries.mass >= 1);
+    for (int h = 0; h < group && queries.mass < 1; ++h) {
+        const float* q = queries.q + (first_query + kv_head * group + h) * width;
+        rows.set(q, size_t(queries.heads) * width, width, queries.scale);
         for (int b = 0; b < blocks; ++b) {
             const size_t first = kv.first_row(b * edgellm::BLOCK, layer, kv_head);
             const int8_t* keys = static_cast<const int8_t*>(kv.k) + first * width;
@@ -103,20 +122,11 @@ inline void choose_heavy(const edgellm::KV& kv, const edgellm::Queries& queries,
                 rows.score(keys + edgellm::KV::key_place(j * edgellm::KEYS, 0, width),
                            kv.k_scale + first + j * edgellm::KEYS, width, scores + b * TILES + j, step);
         }
+        std::fill(mass, mass + blocks, 0.0f);
         for (int i = 0; i < TILES; ++i) add_mass(scores + i * step, own * TILES + i + 1, mass);
+        take_heaviest(mass, own, queries.mass, chosen + 1, taken);
     }
-    const auto always = [&](int b) { return b == 0 || b + 1 >= own; };
-    float held = 0, all = 0;
-    for (int b = 0; b < blocks; ++b) {
-        all += mass[b];
-        chosen[1 + b] = b;
-    }
-    int32_t* next = std::stable_partition(chosen + 1, chosen + 1 + blocks, always);
-    for (const int32_t* b = chosen + 1; b < next; ++b) held += mass[*b];
-    std::sort(next, chosen + 1 + blocks,
-              [&](int32_t a, int32_t b) { return mass[a] > mass[b] || (mass[a] == mass[b] && a > b); });
-    if (all == 0) next = chosen + 1 + blocks;  // a NaN in a key, which shows so
-    while (held < queries.mass * all && next < chosen + 1 + blocks) held += mass[*next++];
-    chosen[0] = static_cast<int32_t>(next - chosen - 1);
-    std::sort(chosen + 1, next);
+    chosen[0] = 0;
+    for (int b = 0; b < blocks; ++b)
+        if (taken[b]) chosen[1 + chosen[0]++] = b;
 }

@@ -58,9 +58,8 @@ def heavy_blocks(
 ) -> list[int]:
     """Return the key blocks that a whole block of query positions reads for a KV head, in order.
 
-    The first one, its own and the one before, and the fewest others with which they have `mass` of
-    the attention, on average of the heads, as told by the antidiagonals of tiles of 16 queries and
-    16 keys.
+    The first one, its own and the one before, and for each head the fewest others with which they
+    have `mass` of its attention, as told by the antidiagonals of tiles of 16 queries and 16 keys.
 
     Args:
         q: its queries `[128, H, D]`, those of the last 128 keys.
@@ -75,11 +74,14 @@ def heavy_blocks(
     scores[:, later] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    of_blocks = weights.sum((0, 1)).reshape(-1, tiles).sum(-1)
-    chosen = list({0, max(own - 1, 0), own})
-    for block in np.argsort(-of_blocks):
-        if of_blocks[chosen].sum() >= mass * of_blocks.sum():
-            break
-        if block not in chosen:
-            chosen.append(int(block))
-    return sorted(chosen)
+    taken = set[int]()
+    for of_head in weights:
+        of_blocks = of_head.sum(0).reshape(-1, tiles).sum(-1)
+        chosen = list({0, max(own - 1, 0), own})
+        for block in np.argsort(-of_blocks):
+            if of_blocks[chosen].sum() >= mass * of_blocks.sum():
+                break
+            if block not in chosen:
+                chosen.append(int(block))
+        taken.update(chosen)
+    return sorted(taken)

@@ -9,7 +9,14 @@ from instruction_sets import HERE, UseISA
 from edgellm.kernels.attention import native, reference
 from edgellm.kernels.kv_append import append
 from edgellm.kernels.kv_append.reference import round_trip
-from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS, KVBlocks, KVFormat, allocate
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    DENSE_POSITIONS,
+    KVBlocks,
+    KVFormat,
+    allocate,
+    first_dense,
+)
 
 # Positions whose blocks 32 and 33 are whole, and those before and behind them.
 START, END = DENSE_POSITIONS - 40, DENSE_POSITIONS + 2 * BLOCK + 30
@@ -88,6 +95,23 @@ def test_a_row_has_its_bits_however_whole_blocks_are_cut(compiled: ctypes.CDLL) 
     rows = slice(middle - 1 - START, middle + BLOCK - 1 - START)
     found = attend(middle - 1, middle + BLOCK - 1, prefill_mass=0.8)
     np.testing.assert_array_equal(found, dense[rows])
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "first"),
+    [
+        (0, 300, 300),
+        (0, 4096, 4096),
+        (0, 4300, 4224),
+        (4000, 4224, 4224),
+        (4096, 4100, 4096),
+        (4097, 4300, 4097),
+        (4224, 4480, 4480),
+        (4224, 4481, 4480),
+    ],
+)
+def test_the_first_position_that_reads_all(start: int, end: int, first: int) -> None:
+    assert first_dense(start, end) == first
 
 
 @pytest.mark.parametrize("broken", ["q", "k"])
