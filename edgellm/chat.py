@@ -83,7 +83,7 @@ class Chat:
         An answer that was stopped is returned as far as it got, see `Session.generate`. An answer
         that ended before its first token is empty, and the conversation is as it was.
         """
-        return completion(list(iterate(self._engine.loop, self._whole(text, arguments))))
+        return completion(list(self.stream(text, **arguments)))
 
     def stream(
         self, text: str | None = None, **arguments: Unpack[ChatCallArguments]
@@ -108,7 +108,7 @@ class Chat:
         self, text: str | None = None, **arguments: Unpack[ChatCallArguments]
     ) -> Completion:
         """Say something and return the whole answer, as `send` does, for asyncio; see `astream`."""
-        pending = self._whole(text, arguments)
+        pending = self._say(text, *self._call(arguments))
         return completion([piece async for piece in aiterate(self._engine.loop, pending)])
 
     def astream(
@@ -171,10 +171,6 @@ class Chat:
             return changed_options(self.options if options is None else options, over)
 
         return checked_call(self._engine, own, choose), self.tool_options.changed(tools)
-
-    def _whole(self, text: str | None, arguments: ChatCallArguments) -> Pending[Piece]:
-        call, tool_options = self._call(arguments)
-        return self._say(text, replace(call, whole=True), tool_options)
 
     def _say(self, text: str | None, call: Call, tool_options: ToolOptions) -> Pending[Piece]:
         if text is not None:

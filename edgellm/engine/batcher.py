@@ -109,6 +109,8 @@ class Batcher:
             wake: function called whenever a batch is about to be computed.
         """
         self._scheduler.counts.steps += 1
+        if self._submitted or self._scheduler.waiting:
+            wake()  # a request that begins may have blocks on disk
         self._take_in()
         self._end()
         shares = self._next()

@@ -224,6 +224,8 @@ def pieces(loop: Loop, request: Request) -> Pending[Piece]:
             yield Waiting([request])
         request.raise_error()
     finally:
+        while request.whole and request.pieces:  # after an interrupt they stay in the session
+            request.next_piece()
         loop.withdraw(request)
 
 

@@ -110,6 +110,24 @@ def test_a_reader_of_whole_answers_is_seldom_woken(
     assert len(waits) <= prompts * (100 // 32 + 1)
 
 
+def test_a_whole_answer_that_is_interrupted_stays_as_far_as_it_got(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(requests: Sequence[Request]) -> None:
+        until(lambda: len(requests[0].pieces) >= 10)
+        raise KeyboardInterrupt
+
+    with tiny.session() as session:
+        session.append(prompt(1, 20))
+        monkeypatch.setattr(tiny.engine.loop, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            session.generate(max_tokens=500, **GREEDY)
+        monkeypatch.undo()
+        assert len(session.tokens) >= 30
+        expected = tiny.generate(prompt(1, 20), max_tokens=100, **GREEDY).tokens
+        assert session.tokens[20:30] == expected[:10]
+
+
 def test_a_time_limit_ends_who_waits_for_a_place(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
