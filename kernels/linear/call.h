@@ -68,8 +68,8 @@ struct RowGroup {
 // Quantized activations: value = scale * code, or with the fine code as well, see quantize_rest in
 // ../cpu/quantize.h. Rows lie in blocks of ROW_BLOCK, the last one of those that are left: what a group has of
 // all rows of a block lies side by side, so that kernels reach them from one address, and rows whose width is a
-// power of two do not meet in the same lines of the cache. Threads that quantize rows write no line of each other:
-// with each number of all rows side by side, a prompt of 32 took 10 % longer (SmolLM2-135M, two threads, Zen 4).
+// power of two do not meet in the same lines of the cache. Threads with two rows each or more write no line of each
+// other: with each number of all rows side by side, a prompt of 32 took 10 % longer (SmolLM2-135M, two threads, Zen 4).
 struct Rows {
     int8_t *codes, *fine;            // [blocks, width / GROUP, rows of the block, GROUP]
     RowGroup *groups, *fine_groups;  // [blocks, width / GROUP, rows of the block]
