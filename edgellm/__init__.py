@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from edgellm.kernels.kv_blocks import KVFormat
     from edgellm.llm import LLM, LoadArguments, load
     from edgellm.options import EngineArguments, EngineOptions
+    from edgellm.outline import Outline, OutlinePoint
     from edgellm.progress import Progress
     from edgellm.results import (
         Completion,
@@ -79,6 +80,8 @@ _LAZY = {
     "LoadArguments": "edgellm.llm",
     "LogitFilter": "edgellm.engine.answer",
     "Message": "edgellm.text.prompt",
+    "Outline": "edgellm.outline",
+    "OutlinePoint": "edgellm.outline",
     "Piece": "edgellm.results",
     "Progress": "edgellm.progress",
     "Session": "edgellm.session",
@@ -125,6 +128,8 @@ __all__ = [
     "ModelFormatError",
     "NumericError",
     "OptionError",
+    "Outline",
+    "OutlinePoint",
     "Piece",
     "Progress",
     "ProviderError",

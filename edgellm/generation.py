@@ -39,12 +39,16 @@ class BatchRequest:
         options: options in the place of the batch's; None: the batch's.
         logit_filter: logit filter in the place of the batch's; None: the batch's.
         tool_options: tools that may be called, for a prompt that is messages.
+        session: session to fork: what it has of the prompt's first tokens is not computed again, to
+            the token, where the KV cache is searched by blocks. It stays as it is, and the answer
+            has its adapter unless `options` name one.
     """
 
     prompt: Prompt
     options: GenerationOptions | None = None
     logit_filter: LogitFilter | None = None
     tool_options: ToolOptions | None = None
+    session: Session | None = None
 
 
 @dataclass(frozen=True)
@@ -152,10 +156,13 @@ def _own_call(request: BatchRequest, common: Call) -> Call:
         raise OptionError(
             f"`options` is {request.options!r}; an edgellm.GenerationOptions is expected"
         )
+    session, options = request.session, request.options or common.options
+    if session is not None:
+        if not isinstance(session, Session):
+            raise OptionError(f"`session` is {session!r:.60}; an edgellm.Session is expected")
+        options = session._own_options(options)
     return replace(
-        common,
-        options=request.options or common.options,
-        logit_filter=request.logit_filter or common.logit_filter,
+        common, options=options, logit_filter=request.logit_filter or common.logit_filter
     )
 
 
@@ -182,6 +189,7 @@ def _begun(
         call,
         n=n,
         shown_special=() if chat is None else chat.shown_special,
+        begun=None if asked.session is None else asked.session._forked_context(),
     )
     return [
         _Running(index, sample, request, None if chat is None else chat.reader())

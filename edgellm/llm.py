@@ -43,7 +43,6 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import iterate
 from edgellm.engine.memory import context_note
 from edgellm.errors import OptionError
-from edgellm.generation import TextGeneration
 from edgellm.generation_options import (
     GenerationArguments,
     GenerationOptions,
@@ -51,6 +50,7 @@ from edgellm.generation_options import (
 )
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import POOLING, EngineArguments, EngineOptions, Pooling
+from edgellm.outline import Outlining
 from edgellm.progress import ProgressCallback
 from edgellm.results import RankedDocument, ranked
 from edgellm.session import Session
@@ -162,7 +162,7 @@ def load(
     return llm
 
 
-class LLM(TextGeneration):
+class LLM(Outlining):
     """A loaded model.
 
     `close` gives its memory back, as do `with` and, later, the garbage collector.

@@ -15,6 +15,7 @@ from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
+from edgellm.generation_options import GenerationOptions
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -92,7 +93,14 @@ class Session:
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
-        return Session(self._engine, self._context.fork(), adapter=self._adapter)
+        return Session(self._engine, self._forked_context(), adapter=self._adapter)
+
+    def _forked_context(self) -> Context:
+        return self._context.fork()
+
+    def _own_options(self, options: GenerationOptions) -> GenerationOptions:
+        """Return the options of an answer, with the session's adapter where they name none."""
+        return options if options.adapter is not None else replace(options, adapter=self._adapter)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""

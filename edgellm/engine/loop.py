@@ -201,7 +201,8 @@ class _Marker(Enum):
 # What follows takes long: it encodes a text, waits for a step, writes to disk, or is the caller's.
 # So does what comes before the first item.
 WORKING = _Marker.WORKING
-Pending: TypeAlias = Generator[T | Waiting | Literal[_Marker.WORKING], None, None]
+Wait: TypeAlias = Waiting | Literal[_Marker.WORKING]
+Pending: TypeAlias = Generator[T | Wait, None, None]
 
 
 def pieces(loop: Loop, request: Request) -> Pending[Piece]:

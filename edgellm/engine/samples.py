@@ -90,8 +90,12 @@ def forked_requests(
     wants_reports: bool = False,
     salt: str = "",
     shown_special: Collection[int] = (),
+    begun: Context | None = None,
 ) -> list[Request]:
     """Return requests for `n` answers; the first is to be submitted, and the others fork from it.
+
+    Args:
+        begun: context for the first, which keeps what it has of the prompt; None: an empty one.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -108,16 +112,22 @@ def forked_requests(
         )
         tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
     unscored = replace(options, prompt_logprobs=None)  # the first answer has them for all
+    contexts = [Context(engine, tokens, salt=salt) for _ in range(n if begun is None else n - 1)]
+    if begun is not None:
+        begun.replace(tokens)
+        contexts.insert(0, begun)
     requests = [
         Request(
-            Context(engine, tokens, salt=salt),
+            context,
             replace(call, options=replace(each, seed=seed)),
             closes=True,
             wants_reports=wants_reports,
             shown_special=shown_special,
             dropped=dropped,
         )
-        for each, seed in zip(chain([options], repeat(unscored)), seeds, strict=False)
+        for context, each, seed in zip(
+            contexts, chain([options], repeat(unscored)), seeds, strict=False
+        )
     ]
     first, *others = requests
     first.check()

@@ -353,3 +353,35 @@ def test_what_never_fits_is_an_error_at_once(native: LLM) -> None:
         small.generate(prompt(2, 3 * BLOCK), max_tokens=1)
     small.engine.thread.call(lambda: held.truncate(0))
     assert small.generate(prompt(2, 3 * BLOCK), max_tokens=1).tokens
+
+
+def test_requests_of_a_batch_go_on_from_a_session(native: LLM) -> None:
+    """The answers are those of the whole prompts, and the session stays as it is."""
+    begun, options = (
+        list(range(4, 4 + BLOCK + 31)),
+        GenerationOptions(temperature=0, max_tokens=5, ignore_eos=True),
+    )
+    ends = [[9, 8, 7], [9, 7], [5] * 40]
+    expected = [native.generate([*begun, *end], options=options).tokens for end in ends]
+    fresh = load(str(native.engine.bundle.path), ctx_size=native.ctx_size)
+    session = fresh.session()
+    session.append(begun)
+    session.generate(max_tokens=0)
+    requests = [BatchRequest(prompt=[*begun, *end], session=session) for end in ends]
+    answers = sorted(fresh.batch(requests, options=options, n=2), key=lambda a: (a.index, a.sample))
+    found = [answer.result() for answer in answers]
+    assert [each.tokens for each in found[::2]] == expected == [each.tokens for each in found[1::2]]
+    assert [each.stats.cached_tokens for each in found[::2]] == [len(begun)] * 3
+    assert session.tokens == tuple(begun)
+    assert session.cached == len(begun)
+    other = BatchRequest(prompt=[7, *begun], session=session)  # nothing in common
+    [answer] = fresh.batch([other], options=options)
+    assert answer.result().stats.cached_tokens == 0
+    session.close()
+    assert used_blocks(fresh) == 0
+
+
+def test_a_request_of_a_batch_takes_a_session_alone(native: LLM) -> None:
+    [answer] = native.batch([BatchRequest(prompt="a", session="b")])  # type: ignore[arg-type]
+    assert isinstance(answer.error, OptionError)
+    assert "`session` is 'b'; an edgellm.Session is expected" in str(answer.error)

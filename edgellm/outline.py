@@ -1,0 +1,160 @@
+"""Long answers whose points are written together, from one prefix.
+
+Skeleton-of-Thought (Ning et al., arXiv:2307.15337): the model lists the points of its answer, and
+then writes all of them in the same steps, each of which reads the weights once for all points.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypeVar, Unpack
+
+from edgellm.cache.prefix_index import common_prefix
+from edgellm.checks import check_number, check_text
+from edgellm.engine.call import Call, CallArguments
+from edgellm.engine.loop import WORKING, Pending, Wait, Waiting, aiterate, iterate
+from edgellm.generation import BatchRequest, TextGeneration, prompt_tokens
+from edgellm.results import Completion
+from edgellm.session import Session
+from edgellm.text.prompt import Message
+
+_SKELETON = (
+    "Give only the outline of an answer to the question below, not the answer: a numbered list of "
+    "3 to {most} points, each of 3 to 5 words, in a line of its own.\n\nQuestion: {question}"
+)
+_POINT = (
+    "An answer to the question below has this outline.\n\nQuestion: {question}\n\n"
+    "Outline:\n{outline}\n\nWrite one point of it in one or two sentences, and no other point. "
+    "The point to write is number {number}: {title}"
+)
+_LISTED = re.compile(r"^\s*(?:\d+[.)]|[-*\u2022])\s+(.*\w.*)$", re.MULTILINE)
+
+
+T = TypeVar("T")
+# A part of `Pending`, which yields what it waits for, and returns items.
+_Doing: TypeAlias = Generator[Wait, None, list[T]]
+
+
+@dataclass(frozen=True)
+class OutlinePoint:
+    """A point of an outline, with its text in `completion`."""
+
+    title: str
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class Outline:
+    """An answer that was outlined first.
+
+    Attributes:
+        skeleton: the answer that lists the points.
+        points: the points; empty if the list was stopped, or the model gave none.
+    """
+
+    skeleton: Completion
+    points: tuple[OutlinePoint, ...]
+
+    @property
+    def text(self) -> str:
+        """The points as a numbered list; the text of `skeleton` where there are none."""
+        if not self.points:
+            return self.skeleton.text
+        return "\n".join(
+            f"{number}. {point.title}: {point.completion.text.strip()}"
+            for number, point in enumerate(self.points, 1)
+        )
+
+
+class Outlining(TextGeneration):
+    """Methods of `LLM` for long answers in points."""
+
+    system: str | None
+
+    def outline(
+        self, question: str, *, max_points: int = 10, **arguments: Unpack[CallArguments]
+    ) -> Outline:
+        """Answer a question by an outline whose points are written together.
+
+        This is faster than one long answer, whose tokens have to wait for each other, and fits
+        questions whose points do not build on each other.
+
+        Args:
+            max_points: points that are written; of a longer list, the first ones are.
+            arguments: see `CallArguments`; `max_tokens` and `time_limit_ms` are for the list and
+                for each point, and `progress` is told how many points are there.
+
+        Raises:
+            TemplateError: the model has no chat template.
+            ContextOverflowError: the question does not fit into the context.
+        """
+        pending = self._outlined(question, max_points, self._call(arguments))
+        [outline] = iterate(self.engine.loop, pending)
+        return outline
+
+    async def aoutline(
+        self, question: str, *, max_points: int = 10, **arguments: Unpack[CallArguments]
+    ) -> Outline:
+        """Answer a question as `outline` does, for asyncio; see `Session.astream`."""
+        pending = self._outlined(question, max_points, self._call(arguments))
+        [outline] = [item async for item in aiterate(self.engine.loop, pending)]
+        return outline
+
+    def _outlined(self, question: str, max_points: int, call: Call) -> Pending[Outline]:
+        check_text("question", question)
+        check_number("max_points", max_points, 1, 64, whole=True)
+        asked = self._asked(_SKELETON.format(most=max_points, question=question))
+        [skeleton] = yield from self._together([asked], replace(call, progress=None))
+        points = list[OutlinePoint]()
+        if skeleton.finish_reason not in ("cancelled", "time"):
+            titles = _titles(skeleton.text)[:max_points]
+            points = yield from self._points(question, titles, call)
+        yield Outline(skeleton, tuple(points))
+
+    def _points(self, question: str, titles: Sequence[str], call: Call) -> _Doing[OutlinePoint]:
+        outline = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))
+        prompts = [
+            self._asked(
+                _POINT.format(question=question, outline=outline, number=number, title=title)
+            )
+            for number, title in enumerate(titles, 1)
+        ]
+        with Session(self.engine, adapter=call.options.adapter) as session:
+            if len(prompts) > 1:
+                # what all have, to the token: the KV cache would find whole blocks of 128 of it
+                first, second = (prompt_tokens(self.engine, prompt) for prompt in prompts[:2])
+                session.replace(first[: common_prefix(first, second)])
+                prefill = replace(call.options, max_tokens=0, time_limit_ms=None)
+                yield from _whole(session._pending(replace(call, options=prefill, progress=None)))
+            requests = [BatchRequest(prompt=prompt, session=session) for prompt in prompts]
+            completions = yield from self._together(requests, call)
+        return [OutlinePoint(*each) for each in zip(titles, completions, strict=True)]
+
+    def _together(
+        self, prompts: Sequence[list[Message] | BatchRequest], call: Call
+    ) -> _Doing[Completion]:
+        """Answer prompts, and return the answers in their order."""
+        answers = yield from _whole(self._batch(prompts, 1, call))
+        return [each.result() for each in sorted(answers, key=lambda each: each.index)]
+
+    def _asked(self, text: str) -> list[Message]:
+        system = [] if self.system is None else [Message("system", self.system)]
+        return [*system, Message("user", text)]
+
+
+def _titles(text: str) -> list[str]:
+    """Return the points of a list, in plain words."""
+    return [found.strip(" *_:.") for found in _LISTED.findall(text)]
+
+
+def _whole(pending: Pending[T]) -> _Doing[T]:
+    """Return all items of `pending`, and yield what it waits for."""
+    items = list[T]()
+    for item in pending:
+        if isinstance(item, Waiting) or item is WORKING:
+            yield item
+        else:
+            items.append(item)
+    return items
