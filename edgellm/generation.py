@@ -39,9 +39,9 @@ class BatchRequest:
         options: options in the place of the batch's; None: the batch's.
         logit_filter: logit filter in the place of the batch's; None: the batch's.
         tool_options: tools that may be called, for a prompt that is messages.
-        session: session to fork: what it has of the prompt's first tokens is not computed again, to
-            the token, where the KV cache is searched by blocks. It stays as it is, and the answer
-            has its adapter unless `options` name one.
+        session: session to fork: what it has of the prompt's first tokens is not computed again, as
+            in `Session.replace`. It stays as it is, and the answer has its adapter unless these
+            `options` name one.
     """
 
     prompt: Prompt
@@ -149,7 +149,7 @@ def answers(
             engine.loop.withdraw(each.request)
 
 
-def _own_call(request: BatchRequest, common: Call) -> Call:
+def _own_call(engine: Engine, request: BatchRequest, common: Call) -> Call:
     """Return a prompt's call: the batch's, with the options and the filter that the prompt has."""
     check_hooks(None, None, request.logit_filter)
     if request.options is not None and not isinstance(request.options, GenerationOptions):
@@ -160,7 +160,10 @@ def _own_call(request: BatchRequest, common: Call) -> Call:
     if session is not None:
         if not isinstance(session, Session):
             raise OptionError(f"`session` is {session!r:.60}; an edgellm.Session is expected")
-        options = session._own_options(options)
+        if session._engine is not engine:
+            raise OptionError("`session` is of another model; one of this `LLM` is expected")
+        if request.options is None or request.options.adapter is None:
+            options = replace(options, adapter=session._adapter)
     return replace(
         common, options=options, logit_filter=request.logit_filter or common.logit_filter
     )
@@ -171,7 +174,7 @@ def _begun(
 ) -> list[_Running]:
     """Begin the answers to a prompt; all but the first start once the prompt is computed."""
     asked = prompt if isinstance(prompt, BatchRequest) else BatchRequest(prompt=prompt)
-    call, chat = _own_call(asked, common), None
+    call, chat = _own_call(engine, asked, common), None
     if is_conversation(asked.prompt):
         chat = chat_prompt(
             engine,

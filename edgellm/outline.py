@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar, Unpack
 
 from edgellm.cache.prefix_index import common_prefix
 from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments
-from edgellm.engine.loop import WORKING, Pending, Wait, Waiting, aiterate, iterate
-from edgellm.generation import BatchRequest, TextGeneration, prompt_tokens
-from edgellm.results import Completion
+from edgellm.engine.loop import Pending, Wait, aiterate, iterate
+from edgellm.errors import OptionError
+from edgellm.generation import BatchAnswer, BatchRequest, TextGeneration, prompt_tokens
+from edgellm.results import Completion, Piece
 from edgellm.session import Session
 from edgellm.text.prompt import Message
 
 _SKELETON = (
     "Give only the outline of an answer to the question below, not the answer: a numbered list of "
-    "3 to {most} points, each of 3 to 5 words, in a line of its own.\n\nQuestion: {question}"
+    "{least} to {most} points, each of 3 to 5 words, in a line of its own.\n\nQuestion: {question}"
 )
 _POINT = (
     "An answer to the question below has this outline.\n\nQuestion: {question}\n\n"
     "Outline:\n{outline}\n\nWrite one point of it in one or two sentences, and no other point. "
     "The point to write is number {number}: {title}"
 )
-_LISTED = re.compile(r"^\s*(?:\d+[.)]|[-*\u2022])\s+(.*\w.*)$", re.MULTILINE)
+_LISTED = re.compile(r"^[ \t]*[*_]*(\d+[.)]|[-*\u2022])[ \t]+(.*\w.*)$", re.MULTILINE)
 
 
 T = TypeVar("T")
@@ -51,7 +53,8 @@ class Outline:
 
     Attributes:
         skeleton: the answer that lists the points.
-        points: the points; empty if the list was stopped, or the model gave none.
+        points: the points, those that have a number if any has; without the last one of a list that
+            `max_tokens` cut, and none of a list that was stopped.
     """
 
     skeleton: Completion
@@ -87,10 +90,12 @@ class Outlining(TextGeneration):
                 for each point, and `progress` is told how many points are there.
 
         Raises:
+            OptionError: an argument is not allowed; `json_schema` and `grammar` are not.
             TemplateError: the model has no chat template.
-            ContextOverflowError: the question does not fit into the context.
+            ContextOverflowError: the question, or the list behind it, does not fit into the
+                context.
         """
-        pending = self._outlined(question, max_points, self._call(arguments))
+        pending = self._outlined(question, max_points, self._outline_call(arguments))
         [outline] = iterate(self.engine.loop, pending)
         return outline
 
@@ -98,19 +103,22 @@ class Outlining(TextGeneration):
         self, question: str, *, max_points: int = 10, **arguments: Unpack[CallArguments]
     ) -> Outline:
         """Answer a question as `outline` does, for asyncio; see `Session.astream`."""
-        pending = self._outlined(question, max_points, self._call(arguments))
+        pending = self._outlined(question, max_points, self._outline_call(arguments))
         [outline] = [item async for item in aiterate(self.engine.loop, pending)]
         return outline
 
     def _outlined(self, question: str, max_points: int, call: Call) -> Pending[Outline]:
         check_text("question", question)
         check_number("max_points", max_points, 1, 64, whole=True)
-        asked = self._asked(_SKELETON.format(most=max_points, question=question))
-        [skeleton] = yield from self._together([asked], replace(call, progress=None))
+        least = min(3, max_points)
+        asked = _SKELETON.format(least=least, most=max_points, question=question)
+        [skeleton] = yield from self._together([self._asked(asked)], replace(call, progress=None))
         points = list[OutlinePoint]()
         if skeleton.finish_reason not in ("cancelled", "time"):
-            titles = _titles(skeleton.text)[:max_points]
-            points = yield from self._points(question, titles, call)
+            titles = _titles(skeleton.text)
+            if skeleton.finish_reason == "length":
+                del titles[-1:]
+            points = yield from self._points(question, titles[:max_points], call)
         yield Outline(skeleton, tuple(points))
 
     def _points(self, question: str, titles: Sequence[str], call: Call) -> _Doing[OutlinePoint]:
@@ -123,11 +131,17 @@ class Outlining(TextGeneration):
         ]
         with Session(self.engine, adapter=call.options.adapter) as session:
             if len(prompts) > 1:
-                # what all have, to the token: the KV cache would find whole blocks of 128 of it
+                # to the token: of a prompt on its way others find whole blocks of 128
                 first, second = (prompt_tokens(self.engine, prompt) for prompt in prompts[:2])
                 session.replace(first[: common_prefix(first, second)])
-                prefill = replace(call.options, max_tokens=0, time_limit_ms=None)
-                yield from _whole(session._pending(replace(call, options=prefill, progress=None)))
+                unread = replace(
+                    call.options, max_tokens=0, time_limit_ms=None, prompt_logprobs=None
+                )
+                prefill = replace(call, options=unread, progress=None)
+                with closing(session._pending(prefill)) as pending:
+                    for item in pending:
+                        if not isinstance(item, Piece):
+                            yield item
             requests = [BatchRequest(prompt=prompt, session=session) for prompt in prompts]
             completions = yield from self._together(requests, call)
         return [OutlinePoint(*each) for each in zip(titles, completions, strict=True)]
@@ -136,8 +150,22 @@ class Outlining(TextGeneration):
         self, prompts: Sequence[list[Message] | BatchRequest], call: Call
     ) -> _Doing[Completion]:
         """Answer prompts, and return the answers in their order."""
-        answers = yield from _whole(self._batch(prompts, 1, call))
-        return [each.result() for each in sorted(answers, key=lambda each: each.index)]
+        found = dict[int, Completion]()
+        with closing(self._batch(prompts, 1, call)) as pending:
+            for item in pending:
+                if isinstance(item, BatchAnswer):
+                    found[item.index] = item.result()
+                else:
+                    yield item
+        return [found[index] for index in range(len(prompts))]
+
+    def _outline_call(self, arguments: CallArguments) -> Call:
+        for name in ("json_schema", "grammar"):
+            if arguments.get(name) is not None:
+                raise OptionError(
+                    f"`{name}`: the list of points would be of this form; leave it out"
+                )
+        return self._call(arguments)
 
     def _asked(self, text: str) -> list[Message]:
         system = [] if self.system is None else [Message("system", self.system)]
@@ -145,16 +173,7 @@ class Outlining(TextGeneration):
 
 
 def _titles(text: str) -> list[str]:
-    """Return the points of a list, in plain words."""
-    return [found.strip(" *_:.") for found in _LISTED.findall(text)]
-
-
-def _whole(pending: Pending[T]) -> _Doing[T]:
-    """Return all items of `pending`, and yield what it waits for."""
-    items = list[T]()
-    for item in pending:
-        if isinstance(item, Waiting) or item is WORKING:
-            yield item
-        else:
-            items.append(item)
-    return items
+    """Return the points of a list, in plain words and each once."""
+    found = [(mark[0].isdigit(), title.strip(" *_:.")) for mark, title in _LISTED.findall(text)]
+    numbered = any(has_number for has_number, _ in found)
+    return list(dict.fromkeys(title for has, title in found if title and has == numbered))

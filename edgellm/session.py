@@ -15,7 +15,6 @@ from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
-from edgellm.generation_options import GenerationOptions
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -97,10 +96,6 @@ class Session:
 
     def _forked_context(self) -> Context:
         return self._context.fork()
-
-    def _own_options(self, options: GenerationOptions) -> GenerationOptions:
-        """Return the options of an answer, with the session's adapter where they name none."""
-        return options if options.adapter is not None else replace(options, adapter=self._adapter)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""

@@ -112,24 +112,29 @@ def forked_requests(
         )
         tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
     unscored = replace(options, prompt_logprobs=None)  # the first answer has them for all
-    contexts = [Context(engine, tokens, salt=salt) for _ in range(n if begun is None else n - 1)]
-    if begun is not None:
-        begun.replace(tokens)
-        contexts.insert(0, begun)
-    requests = [
-        Request(
-            context,
-            replace(call, options=replace(each, seed=seed)),
-            closes=True,
-            wants_reports=wants_reports,
-            shown_special=shown_special,
-            dropped=dropped,
-        )
-        for context, each, seed in zip(
-            contexts, chain([options], repeat(unscored)), seeds, strict=False
-        )
-    ]
-    first, *others = requests
-    first.check()
+    try:
+        contexts = [Context(engine, tokens, salt=salt) for _ in range(n - (begun is not None))]
+        if begun is not None:
+            begun.replace(tokens)
+            contexts.insert(0, begun)
+        requests = [
+            Request(
+                context,
+                replace(call, options=replace(each, seed=seed)),
+                closes=True,
+                wants_reports=wants_reports,
+                shown_special=shown_special,
+                dropped=dropped,
+            )
+            for context, each, seed in zip(
+                contexts, chain([options], repeat(unscored)), seeds, strict=False
+            )
+        ]
+        first, *others = requests
+        first.check()
+    except BaseException:
+        if begun is not None:
+            begun.close()  # else its blocks are held as long as the error is
+        raise
     first.forks = others
     return requests

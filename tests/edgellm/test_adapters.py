@@ -174,6 +174,23 @@ def test_a_scale_is_a_factor_of_the_change(tiny_model: Path, adapters: dict[str,
         assert 0.1 < distance(rows_of(llm, "half"), base) < distance(whole, base)
 
 
+def test_requests_of_a_batch_have_the_adapter_of_their_session(llm: LLM) -> None:
+    """Whatever the batch names; options of the request alone go over it."""
+    chosen = GenerationOptions(max_tokens=12, temperature=0, ignore_eos=True, adapter="two")
+    requests, expected = list[BatchRequest](), list[str | None]()
+    for own, named in (("one", None), (None, None), ("one", chosen)):
+        session = llm.session(adapter=own)
+        session.append(PROMPT)
+        session.generate(max_tokens=0)
+        requests.append(BatchRequest(prompt=[*PROMPT, 9], session=session, options=named))
+        expected.append(own if named is None else named.adapter)
+    answers = sorted(llm.batch(requests, options=chosen), key=lambda answer: answer.index)
+    alone = [ask(llm, name, [*PROMPT, 9]) for name in expected]
+    assert [answer.result().tokens for answer in answers] == [each.tokens for each in alone]
+    kept = [answer.result().stats.cached_tokens for answer in answers]
+    assert kept == [len(PROMPT), len(PROMPT), 0]
+
+
 def test_three_adapters_and_none_together_are_as_alone(llm: LLM) -> None:
     """The same tokens and probabilities, to the last bit, as each by itself."""
     names = ("one", None, "two", "three", "one", None)

@@ -17,12 +17,12 @@ from edgellm import Completion, ContextOverflowError, GenerationOptions, OptionE
 from edgellm.backends.batch import Rows, Span
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.llm import LLM, load
-from edgellm.outline import _POINT, Outline
+from edgellm.outline import _POINT, _SKELETON, Outline, _titles
 
-GREEDY = GenerationOptions(temperature=0, max_tokens=80, repeat_penalty=1.0, speculate=False)
+GREEDY = GenerationOptions(temperature=0, max_tokens=100, repeat_penalty=1.0, speculate=False)
 QUESTION = "why " * 30
 TITLES = ["red hat", "green", "blue sea"]
-LISTED = "Here it is:\n1. **red hat**:\n 2) green\n- blue sea.\nand no more"
+LISTED = "It is:\n1. **red hat**:\n- of these\n 2) green\n**3. blue sea**.\n4.\n2) green\nno more"
 Filter = Callable[[NDArray[np.float32], Sequence[int]], None]
 
 
@@ -54,7 +54,7 @@ def asked_alone(llm: LLM, titles: Sequence[str]) -> list[Completion]:
     answers = []
     for number, title in enumerate(titles, 1):
         text = _POINT.format(question=QUESTION, outline=lines, number=number, title=title)
-        with llm.chat(temperature=0, max_tokens=80, repeat_penalty=1.0) as chat:
+        with llm.chat(temperature=0, max_tokens=100, repeat_penalty=1.0) as chat:
             answers.append(chat.send(text))
     return answers
 
@@ -99,6 +99,39 @@ def test_of_a_long_list_the_first_points_are_written(llm: LLM) -> None:
     assert [point.title for point in outlined(llm, max_points=1).points] == TITLES[:1]
 
 
+@pytest.mark.parametrize(
+    ("text", "titles"),
+    [
+        ("- one\n* two \n  \u2022 _three_.", ["one", "two", "three"]),
+        ("1.\n2. two\n3. __\n4) 4 of 5", ["two", "4 of 5"]),
+        ("1.5 litres\n-5 degrees\nno list - at all", []),
+    ],
+)
+def test_lists_are_read(text: str, titles: list[str]) -> None:
+    assert _titles(text) == titles
+
+
+def test_of_a_list_that_is_cut_the_last_point_is_left_out(llm: LLM) -> None:
+    count = len(llm.tokenize(LISTED[: LISTED.index("blue") + 2]))
+    found = llm.outline(
+        QUESTION, options=GREEDY, max_tokens=count, logit_filter=listing(llm, LISTED)
+    )
+    assert found.skeleton.finish_reason == "length"
+    assert [point.title for point in found.points] == TITLES[:2]
+
+
+def test_the_model_is_asked_for_as_many_points_as_are_written(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    asked = llm._asked
+    monkeypatch.setattr(llm, "_asked", lambda text: (seen.append(text), asked(text))[1])
+    for most in (1, 2, 9):
+        llm.outline("why", options=GREEDY, max_tokens=1, max_points=most)
+    for text, expected in zip(seen, ("1 to 1", "2 to 2", "3 to 9"), strict=True):
+        assert f": a numbered list of {expected} points" in text
+
+
 def test_an_answer_that_is_no_list_is_the_text(llm: LLM) -> None:
     found = outlined(llm, "It is so.")
     assert found.points == ()
@@ -126,6 +159,7 @@ def test_an_outline_that_is_cancelled_ends_where_it_is(llm: LLM) -> None:
     found = llm.outline(QUESTION, options=GREEDY, logit_filter=stop, cancel=cancel)
     assert found.skeleton.finish_reason == "cancelled"
     assert found.points == ()
+    assert found.text
     assert LISTED.startswith(found.text)
     assert used_blocks(llm) == 0
 
@@ -143,9 +177,21 @@ def test_what_is_wrong_is_said(llm: LLM) -> None:
         llm.outline(7)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="`max_points` is 0"):
         llm.outline("why", max_points=0)
+    with pytest.raises(OptionError, match="`grammar`: the list of points"):
+        llm.outline("why", grammar='root ::= "a"')
     with pytest.raises(ContextOverflowError):
         llm.outline("why " * 12 * BLOCK)
     assert used_blocks(llm) == 0
+
+
+def test_a_point_that_does_not_fit_holds_nothing(llm: LLM) -> None:
+    listed = f"1. {'red' * 20}\n2. {'blue' * 15}"
+    letters = llm.ctx_size - 160 - llm.count_tokens(_SKELETON)
+    question = "w" * (letters * 1000 // llm.count_tokens("w" * 1000))
+    with pytest.raises(ContextOverflowError) as error:
+        llm.outline(question, options=GREEDY, max_tokens=150, logit_filter=listing(llm, listed))
+    assert used_blocks(llm) == 0  # while the error is there
+    assert "the prompt has" in str(error.value)
 
 
 def failing(llm: LLM) -> Filter:

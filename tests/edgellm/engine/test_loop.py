@@ -16,7 +16,14 @@ from loop_checks import cancel_after, cancelled_at_steps
 from loops import Call, alone, assert_no_new_thread, assert_same, begin_together, prompt, together
 from waiting import until
 
-from edgellm import BatchRequest, CacheFullError, Completion, GenerationOptions, OptionError
+from edgellm import (
+    BatchRequest,
+    CacheFullError,
+    Completion,
+    ContextOverflowError,
+    GenerationOptions,
+    OptionError,
+)
 from edgellm.backends.batch import Rows, Span
 from edgellm.engine.prompt_rows import StallFree
 from edgellm.kernels.kv_blocks import BLOCK
@@ -379,6 +386,24 @@ def test_requests_of_a_batch_go_on_from_a_session(native: LLM) -> None:
     assert answer.result().stats.cached_tokens == 0
     session.close()
     assert used_blocks(fresh) == 0
+
+
+def test_a_request_that_is_refused_holds_nothing_of_its_session(native: LLM) -> None:
+    session = native.session()
+    session.append([7] * 200)
+    session.generate(max_tokens=0)
+    request = BatchRequest(prompt=[7] * (native.ctx_size + 1), session=session)
+    [answer] = native.batch([request])
+    session.close()
+    assert used_blocks(native) == 0
+    assert isinstance(answer.error, ContextOverflowError)
+
+
+def test_a_request_of_a_batch_takes_no_session_of_another_model(native: LLM) -> None:
+    other = load(str(native.engine.bundle.path), ctx_size=native.ctx_size)
+    [answer] = native.batch([BatchRequest(prompt="a", session=other.session())])
+    assert isinstance(answer.error, OptionError)
+    assert "is of another model" in str(answer.error)
 
 
 def test_a_request_of_a_batch_takes_a_session_alone(native: LLM) -> None:
