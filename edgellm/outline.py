@@ -29,7 +29,7 @@ _SKELETON = (
 _POINT = (
     "An answer to the question below has this outline.\n\nQuestion: {question}\n\n"
     "Outline:\n{outline}\n\nWrite one point of it in one or two sentences, and no other point. "
-    "The point to write is number {number}: {title}"
+    "The point to write: {title}"
 )
 _LISTED = re.compile(r"^[ \t]*[*_]*(\d+[.)]|[-*\u2022])[ \t]+(.*\w.*)$", re.MULTILINE)
 
@@ -85,7 +85,7 @@ class Outlining(TextGeneration):
         questions whose points do not build on each other.
 
         Args:
-            max_points: points that are written; of a longer list, the first ones are.
+            max_points: points that are asked for at most; a longer numbered list is stopped.
             arguments: see `CallArguments`; `max_tokens` and `time_limit_ms` are for the list and
                 for each point, and `progress` is told how many points are there.
 
@@ -110,9 +110,13 @@ class Outlining(TextGeneration):
     def _outlined(self, question: str, max_points: int, call: Call) -> Pending[Outline]:
         check_text("question", question)
         check_number("max_points", max_points, 1, 64, whole=True)
+        if not question.strip():
+            raise OptionError("`question` is empty; give the text of a question")
         least = min(3, max_points)
         asked = _SKELETON.format(least=least, most=max_points, question=question)
-        [skeleton] = yield from self._together([self._asked(asked)], replace(call, progress=None))
+        enough = [*call.options.stop, f"\n{max_points + 1}."]
+        listing = replace(call, options=replace(call.options, stop=enough), progress=None)
+        [skeleton] = yield from self._together([self._asked(asked)], listing)
         points = list[OutlinePoint]()
         if skeleton.finish_reason not in ("cancelled", "time"):
             titles = _titles(skeleton.text)
@@ -124,10 +128,8 @@ class Outlining(TextGeneration):
     def _points(self, question: str, titles: Sequence[str], call: Call) -> _Doing[OutlinePoint]:
         outline = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))
         prompts = [
-            self._asked(
-                _POINT.format(question=question, outline=outline, number=number, title=title)
-            )
-            for number, title in enumerate(titles, 1)
+            self._asked(_POINT.format(question=question, outline=outline, title=title))
+            for title in titles
         ]
         with Session(self.engine, adapter=call.options.adapter) as session:
             if len(prompts) > 1:

@@ -52,8 +52,8 @@ def outlined(llm: LLM, text: str = LISTED, *, max_points: int = 10) -> Outline:
 def asked_alone(llm: LLM, titles: Sequence[str]) -> list[Completion]:
     lines = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))
     answers = []
-    for number, title in enumerate(titles, 1):
-        text = _POINT.format(question=QUESTION, outline=lines, number=number, title=title)
+    for title in titles:
+        text = _POINT.format(question=QUESTION, outline=lines, title=title)
         with llm.chat(temperature=0, max_tokens=100, repeat_penalty=1.0) as chat:
             answers.append(chat.send(text))
     return answers
@@ -92,6 +92,12 @@ def test_what_points_have_in_common_is_computed_once(
     sampled = sum(len(each.tokens) - 1 for each in answers)
     prompts = sum(each.stats.prompt_tokens - each.stats.cached_tokens for each in answers)
     assert sum(rows) <= common + prompts + sampled + len(answers)
+
+
+def test_a_numbered_list_is_stopped_at_the_point_that_is_too_many(llm: LLM) -> None:
+    found = outlined(llm, "1. one\n2. two\n3. three\n4. four", max_points=2)
+    assert found.skeleton.text == "1. one\n2. two"
+    assert [point.title for point in found.points] == ["one", "two"]
 
 
 def test_of_a_long_list_the_first_points_are_written(llm: LLM) -> None:
@@ -175,6 +181,8 @@ def test_progress_is_of_points(llm: LLM) -> None:
 def test_what_is_wrong_is_said(llm: LLM) -> None:
     with pytest.raises(OptionError, match="`question`"):
         llm.outline(7)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="`question` is empty"):
+        llm.outline(" ")
     with pytest.raises(OptionError, match="`max_points` is 0"):
         llm.outline("why", max_points=0)
     with pytest.raises(OptionError, match="`grammar`: the list of points"):
