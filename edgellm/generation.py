@@ -192,7 +192,7 @@ def _begun(
         call,
         n=n,
         shown_special=() if chat is None else chat.shown_special,
-        begun=None if asked.session is None else asked.session._forked_context(),
+        begun=None if asked.session is None else asked.session._context.fork(),
     )
     return [
         _Running(index, sample, request, None if chat is None else chat.reader())

@@ -33,10 +33,9 @@ _POINT = (
 )
 _LISTED = re.compile(r"^[ \t]*[*_]*(\d+[.)]|[-*\u2022])[ \t]+(.*\w.*)$", re.MULTILINE)
 
-
 T = TypeVar("T")
-# A part of `Pending`, which yields what it waits for, and returns items.
-_Doing: TypeAlias = Generator[Wait, None, list[T]]
+# A part of a `Pending`: it yields what it waits for, and returns items.
+_Items: TypeAlias = Generator[Wait, None, list[T]]
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ class Outlining(TextGeneration):
     ) -> Outline:
         """Answer a question by an outline whose points are written together.
 
-        This is faster than one long answer, whose tokens have to wait for each other, and fits
-        questions whose points do not build on each other.
+        Its tokens come faster than those of one long answer, which have to wait for each other. It
+        fits questions whose points do not build on each other.
 
         Args:
             max_points: points that are asked for at most; a longer numbered list is stopped.
@@ -125,7 +124,7 @@ class Outlining(TextGeneration):
             points = yield from self._points(question, titles[:max_points], call)
         yield Outline(skeleton, tuple(points))
 
-    def _points(self, question: str, titles: Sequence[str], call: Call) -> _Doing[OutlinePoint]:
+    def _points(self, question: str, titles: Sequence[str], call: Call) -> _Items[OutlinePoint]:
         outline = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))
         prompts = [
             self._asked(_POINT.format(question=question, outline=outline, title=title))
@@ -150,16 +149,16 @@ class Outlining(TextGeneration):
 
     def _together(
         self, prompts: Sequence[list[Message] | BatchRequest], call: Call
-    ) -> _Doing[Completion]:
+    ) -> _Items[Completion]:
         """Answer prompts, and return the answers in their order."""
-        found = dict[int, Completion]()
+        completions = dict[int, Completion]()
         with closing(self._batch(prompts, 1, call)) as pending:
             for item in pending:
                 if isinstance(item, BatchAnswer):
-                    found[item.index] = item.result()
+                    completions[item.index] = item.result()
                 else:
                     yield item
-        return [found[index] for index in range(len(prompts))]
+        return [completions[index] for index in range(len(prompts))]
 
     def _outline_call(self, arguments: CallArguments) -> Call:
         for name in ("json_schema", "grammar"):
@@ -176,6 +175,6 @@ class Outlining(TextGeneration):
 
 def _titles(text: str) -> list[str]:
     """Return the points of a list, in plain words and each once."""
-    found = [(mark[0].isdigit(), title.strip(" *_:.")) for mark, title in _LISTED.findall(text)]
-    numbered = any(has_number for has_number, _ in found)
-    return list(dict.fromkeys(title for has, title in found if title and has == numbered))
+    lines = [(mark[0].isdigit(), title.strip(" *_:.")) for mark, title in _LISTED.findall(text)]
+    numbered = any(has_number for has_number, _ in lines)
+    return list(dict.fromkeys(title for has, title in lines if title and has == numbered))

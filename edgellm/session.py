@@ -92,10 +92,7 @@ class Session:
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
-        return Session(self._engine, self._forked_context(), adapter=self._adapter)
-
-    def _forked_context(self) -> Context:
-        return self._context.fork()
+        return Session(self._engine, self._context.fork(), adapter=self._adapter)
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""

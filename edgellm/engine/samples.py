@@ -113,10 +113,10 @@ def forked_requests(
         tokens = [*tokens[: options.keep], *tokens[options.keep + dropped :]]
     unscored = replace(options, prompt_logprobs=None)  # the first answer has them for all
     try:
-        contexts = [Context(engine, tokens, salt=salt) for _ in range(n - (begun is not None))]
+        contexts = [Context(engine, tokens, salt=salt) for _ in range(n)]
         if begun is not None:
             begun.replace(tokens)
-            contexts.insert(0, begun)
+            contexts[0] = begun
         requests = [
             Request(
                 context,
