@@ -368,7 +368,7 @@ def test_requests_of_a_batch_go_on_from_a_session(native: LLM) -> None:
         list(range(4, 4 + BLOCK + 31)),
         GenerationOptions(temperature=0, max_tokens=5, ignore_eos=True),
     )
-    ends = [[9, 8, 7], [9, 7], [5] * 40]
+    ends = [[9, 8, 7], [8, 7], [5] * 40]  # no end begins as one that may be cached before it
     expected = [native.generate([*begun, *end], options=options).tokens for end in ends]
     fresh = load(str(native.engine.bundle.path), ctx_size=native.ctx_size)
     session = fresh.session()
