@@ -84,6 +84,13 @@ _LOADING = (
         "cache of a quarter of the memory holds]",
     ),
     click.option(
+        "--rope-scale",
+        type=float,
+        metavar="N",
+        help="Stretch RoPE for contexts N times as long as the model was trained for, by YaRN; "
+        "short texts lose a little.  [default: as the model has it]",
+    ),
+    click.option(
         "--cache-size",
         type=int,
         help="Tokens that the KV cache holds of all answers.  [default: two contexts]",

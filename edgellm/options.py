@@ -36,6 +36,7 @@ from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ
 NO_DRAFT = "none"
 # Largest number of tokens of a draft.
 MOST_DRAFTED = 63
+_MOST_STRETCHED = 64
 __all__ = [
     "DECODE_BACKENDS",
     "KV_FORMATS",
@@ -72,6 +73,7 @@ class EngineArguments(TypedDict, total=False):
     kv_policy: KVPolicy
     prefill_mass: float | None
     ctx_size: int | None
+    rope_scale: float | None
     cache_size: int | None
     memory_limit_bytes: int | None
     threads: int | None
@@ -127,6 +129,9 @@ class EngineOptions:
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.
+        rope_scale: factor by which RoPE is stretched for contexts longer than the model was trained
+            for, by YaRN (arXiv:2309.00071), such as 4. Short texts lose a little by it. None: RoPE
+            stays as the model has it.
         cache_size: tokens that the shared pool holds for all sessions, those of one at least; None:
             those of two. A session has up to `ctx_size`, or `kv_budget` of them.
         memory_limit_bytes: memory of which the KV cache takes a quarter where `ctx_size` is None;
@@ -177,6 +182,7 @@ class EngineOptions:
     kv_policy: KVPolicy = "sinks"
     prefill_mass: float | None = None
     ctx_size: int | None = None
+    rope_scale: float | None = None
     cache_size: int | None = None
     memory_limit_bytes: int | None = None
     threads: int | None = None
@@ -258,6 +264,8 @@ class EngineOptions:
         check_number("decode_slowdown", self.decode_slowdown, 1.01, 100)
         if self.ctx_size is not None:
             check_number("ctx_size", self.ctx_size, 0, whole=True)
+        if self.rope_scale is not None:
+            check_number("rope_scale", self.rope_scale, 1, _MOST_STRETCHED)
         if self.cache_size is not None:
             check_number("cache_size", self.cache_size, 1, whole=True)
         if self.memory_limit_bytes is not None:

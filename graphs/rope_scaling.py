@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs.architecture import GGUFHeader
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_config import Rope
 from edgellm.graphs.layer_kinds import SLIDING
@@ -128,6 +130,43 @@ def scale_by_factors(
             f"{name} has shape {divisors.shape}; expected {inv_freq.shape[0]} positive numbers"
         )
     return inv_freq / divisors
+
+
+def stretch(config: ModelConfig, factor: float) -> ModelConfig:
+    """Return a config with a context `factor` times as long, by YaRN (see `scale_yarn`).
+
+    RoPE of layers with windows stays as it is, unless layers that see all positions share it.
+
+    Raises:
+        UnsupportedModelError: no such layer has RoPE, or its frequencies are scaled already.
+    """
+    seen = {each.rope for each in config.attentions.values() if each.window is None}
+    turning = [i for i in seen if any(config.ropes[i].inv_freq)]
+    if not turning:
+        raise UnsupportedModelError(
+            "`rope_scale`: no layer of the model sees all positions by RoPE; leave it out"
+        )
+    ropes = list(config.ropes)
+    for i in turning:
+        inv_freq = np.asarray(ropes[i].inv_freq)
+        theta = _base_of(inv_freq) if ropes[i].magnitude == 1 else None
+        if theta is None:
+            raise UnsupportedModelError(
+                "`rope_scale`: the model's own files scale RoPE already; leave it out"
+            )
+        scaled = scale_yarn(inv_freq, theta=theta, factor=factor, original=config.context_length)
+        ropes[i] = _rope(scaled, _yarn_magnitude(factor))
+    length = int(config.context_length * factor)
+    return replace(config, ropes=tuple(ropes), context_length=length)
+
+
+def _base_of(inv_freq: Frequencies) -> float | None:
+    """Return the base of frequencies that nothing has scaled, by all their pairs; else None."""
+    turning = inv_freq[: np.count_nonzero(inv_freq)]
+    if len(turning) < 2 or turning[0] != 1:
+        return None
+    powers = turning[1] ** np.arange(len(turning))
+    return turning[1] ** -len(inv_freq) if np.allclose(turning, powers, rtol=1e-5) else None
 
 
 def plain(dim: int, theta: float) -> Rope:

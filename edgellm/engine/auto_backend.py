@@ -24,7 +24,7 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.gpu import device
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import Bundle
+from edgellm.store.bundle import Bundle, stretched
 from edgellm.store.manifest import PACKED
 from edgellm.store.precision_support import Precisions, why_not, why_untried
 from edgellm.store.prepare import config_here, prepare
@@ -126,16 +126,17 @@ def prepare_for(
         there is a GPU; None: it does not.
 
     Raises:
-        EdgeLLMError: see `prepare`.
+        EdgeLLMError: see `prepare` and `stretch`.
     """
     bundle = prepare(name, precisions=_precisions(name, options), progress=progress)
+    bundle = stretched(bundle, options.rope_scale)
     reason = _why_not_on_gpu(bundle, options)
     if reason is None:
         return bundle, options, None
     host = usual_host()
     options = replace(options, decode=host)
     bundle = prepare(name, precisions=precisions_of(options), progress=progress)
-    return bundle, options, f"decode {host}, not {TRITON}: {reason}"
+    return stretched(bundle, options.rope_scale), options, f"decode {host}, not {TRITON}: {reason}"
 
 
 def _precisions(name: str, options: EngineOptions) -> Precisions:

@@ -23,7 +23,7 @@ from edgellm.kernels.native import library
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import NO_DRAFT, EngineOptions, draft_refused
 from edgellm.progress import ProgressCallback
-from edgellm.store.bundle import Bundle
+from edgellm.store.bundle import Bundle, stretched
 from edgellm.store.manifest import MTP, PACKED
 from edgellm.store.prepare import prepare
 from edgellm.text.tokenizer import Tokenizer
@@ -50,6 +50,7 @@ def prepare_draft(
         raise draft_refused(name, decode)
     try:
         draft = prepare(name, precisions=(PACKED,), progress=progress)
+        draft = stretched(draft, options.rope_scale)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
     weights, same = draft.manifest.source_sha256, bundle.manifest.source_sha256

@@ -339,7 +339,8 @@ def _context_size(
         return _fitting_context(config, options, most, weights=weights)
     if options.ctx_size > trained:
         raise OptionError(
-            f"`ctx_size` is {options.ctx_size}; this model was trained for at most {trained}"
+            f"`ctx_size` is {options.ctx_size}; allowed with this model are {trained} at most, or "
+            "more with a larger `rope_scale`"
         )
     return options.ctx_size or trained
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from edgellm.errors import BundleError
 from edgellm.graphs.config import ModelConfig
+from edgellm.graphs.rope_scaling import stretch
 from edgellm.store.bundle_check import check_manifest
 from edgellm.store.home import replacing_file, sha256_of
 from edgellm.store.manifest import (
@@ -64,6 +65,14 @@ class Bundle:
                 + ", ".join(self.manifest.precisions)
             )
         return self.manifest.precisions[name]
+
+
+def stretched(bundle: Bundle, rope_scale: float | None) -> Bundle:
+    """Return a bundle whose RoPE is stretched by a factor (see `stretch`); None: as it is."""
+    if rope_scale is None:
+        return bundle
+    config = stretch(bundle.config, rope_scale)
+    return replace(bundle, manifest=replace(bundle.manifest, config=config))
 
 
 def is_bundle(path: Path) -> bool:

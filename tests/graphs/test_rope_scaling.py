@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 from edgellm.graphs import rope_scaling
 from edgellm.graphs.architecture import GGUFHeader
+from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Rope
+from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.graphs.layer_kinds import FULL, SLIDING
 
 DIM, THETA, CONTEXT = 128, 500000.0, 4096
@@ -217,3 +219,38 @@ def test_settings_that_are_not_understood_are_refused_by_name() -> None:
     scaling = {"type": "longrope", "short_factor": [1.0] * 32, "long_mscale": 1.2, **ORIGINAL}
     with pytest.raises(UnsupportedModelError, match=r"long_mscale = .* is not understood"):
         rope_scaling.from_hf(fields_of(rope_scaling=scaling), head_dim=64)
+
+
+@pytest.mark.parametrize("factor", [2.0, 4.5])
+def test_a_stretched_config_is_that_of_yarn_in_the_files(factor: float) -> None:
+    plain = rope_scaling.plain(DIM, THETA)
+    attention = Attention(heads=4, kv_heads=2, head_dim=DIM)
+    window = replace(attention, rope=1, window=64)
+    config = ModelConfig(
+        model_type="llama",
+        vocab_size=320,
+        hidden_size=96,
+        layers=tuple(
+            LayerConfig(mixer=each, mlp=Mlp(intermediate=96)) for each in (attention, window)
+        ),
+        ropes=(plain, rope_scaling.plain(DIM, 10000.0)),
+        norm_eps=1e-5,
+        context_length=CONTEXT,
+        tied_embedding=True,
+    )
+    found = rope_scaling.stretch(config, factor)
+    yarn = {"rope_type": "yarn", "factor": factor, "rope_theta": THETA}
+    yarn["original_max_position_embeddings"] = CONTEXT
+    asked = rope_scaling.from_hf(fields_of(rope_parameters=yarn), head_dim=DIM)
+    np.testing.assert_allclose(found.ropes[0].inv_freq, asked.inv_freq, rtol=1e-9)
+    assert found.ropes[0].magnitude == asked.magnitude
+    assert found.ropes[1] == config.ropes[1]
+    assert found.context_length == CONTEXT * factor
+    windows = replace(config, layers=(LayerConfig(mixer=window, mlp=Mlp(intermediate=96)),))
+    with pytest.raises(UnsupportedModelError, match="no layer of the model sees all positions"):
+        rope_scaling.stretch(windows, factor)
+    for scaled in ({"rope_type": "linear", "factor": 2.0}, SCALINGS["llama3"], yarn):
+        parameters = {"rope_theta": THETA, **scaled}
+        rope = rope_scaling.from_hf(fields_of(rope_parameters=parameters), head_dim=DIM)
+        with pytest.raises(UnsupportedModelError, match="files scale RoPE already"):
+            rope_scaling.stretch(replace(config, ropes=(rope, *config.ropes[1:])), factor)

@@ -88,7 +88,7 @@ def test_a_limit_and_a_cache_bound_it(long: Bundle, monkeypatch: pytest.MonkeyPa
     assert context(long, cache_size=9000) == 9000
     with pytest.raises(OptionError, match="`cache_size` is 100"):
         context(long, ctx_size=200, cache_size=100)
-    with pytest.raises(OptionError, match="trained for at most 131072"):
+    with pytest.raises(OptionError, match="are 131072 at most"):
         context(long, ctx_size=200_000)
 
 
