@@ -93,7 +93,7 @@ def test_raw_and_escape(cli: Cli, tiny_bundle: str) -> None:
             2,
             "'--max-tokens': -5 is not in the range x>=-1",
         ),
-        (["run", "-p", "x", "-c", "1000000000"], 2, "allowed with this model are 8192 at most"),
+        (["run", "-p", "x", "-c", "1000000000"], 2, "allowed with this model are 1024 at most"),
         (["run", "-p", "x", "--kv-format", "int2"], 2, "--kv-format"),
         (["run", "-p", "x", "--prefill", "tpu"], 2, "edgellm devices"),
         (["run", "-p", "x", "--prefill", "cuda"], 1, "onnxruntime-gpu"),
