@@ -11,86 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 
-from edgellm.cache.groups import CacheGroup
-from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_flag, check_number
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
+from edgellm.engine.turned import append_turned, check_turnable
 from edgellm.errors import (
     CacheFullError,
     CancelledError,
     ContextOverflowError,
     OptionError,
-    UnsupportedModelError,
 )
-from edgellm.kernels.kv_blocks import BLOCK
-from edgellm.kernels.kv_shift import move
 from edgellm.results import Composition
 from edgellm.session import Session
 
 # Attempts to copy a document, whose blocks others may need between two steps.
 _ATTEMPTS = 3
-
-
-def append_turned(sequence: Sequence, source: Sequence, start: int, cache: KVCache) -> None:
-    """Append the tokens of another sequence from `start` on, with their K and V, keys turned.
-
-    Later tokens that attend to them are not what they would be behind plain tokens, so that no
-    other sequence begins with any of these.
-
-    Raises:
-        CacheFullError: no block is free; nothing has changed.
-    """
-    inv_freq, before = cache.rope_frequencies, len(sequence)
-    assert inv_freq is not None
-    count = len(source) - start
-    with sequence.reserved(count):
-        sequence.use_host()
-        for table, other in zip(sequence.tables, source.tables, strict=True):
-            store = table.store
-            store.on_host(other.ids)
-            move(
-                store.kv,
-                other.ids,
-                start,
-                count,
-                targets=table.ids[before // BLOCK :],
-                row=before % BLOCK,
-                distance=start - before,
-                inv_freq=[inv_freq[layer] for layer in store.group.layers],
-            )
-        if sequence.shareable is None:
-            sequence.shareable = before
-        sequence.commit(source.tokens[start:])
-
-
-def check_composable(engine: Engine, adapter: str | None) -> None:
-    """Refuse a model whose K and V cannot stand at other positions.
-
-    Raises:
-        UnsupportedModelError: its layers have states or windows, or blocks are sealed or evicted.
-        OptionError: the adapter begins at tokens of the prompt, or prompts read a part.
-    """
-    cache, loaded = engine.cache, engine.adapters.get(adapter)
-    movable = all(isinstance(g.group, CacheGroup) and g.group.keeps_all for g in cache.groups)
-    if engine.options.prefill_mass is not None:
-        raise OptionError(
-            "`prefill_mass` and `compose`: ends of documents whose rows read a part are not kept; "
-            "leave it out, or take `recompute` 1, which computes all parts in place"
-        )
-    if cache.rope_frequencies is None or not movable:
-        raise UnsupportedModelError(
-            f"{engine.bundle.manifest.name} with KV cache {engine.options.kv_format}: K and V can "
-            "be copied to other positions only where all layers attend to all positions, keys "
-            "have no norm behind RoPE, and there is neither `kv_budget` nor a format that seals "
-            "blocks (k4v4 ...); take `recompute` 1, which computes all parts in place"
-        )
-    if loaded is not None and loaded.invocation:
-        raise OptionError(
-            f"adapter {adapter!r} begins at tokens of the prompt, so documents alone have no K and "
-            "V of it; take `recompute` 1, which computes all parts in place"
-        )
 
 
 def compose(
@@ -107,7 +42,7 @@ def compose(
     if isinstance(parts, str) or not parts:
         raise OptionError("`parts` is a list of texts or token ids, the last one a question")
     if recompute < 1:
-        check_composable(engine, adapter)
+        check_turnable(engine, engine.adapters.get(adapter))
     composer = _Composer(engine, adapter=adapter)
     encoded = composer.encoded(parts, parse_special=parse_special)
     return composer.session(encoded, recompute=recompute)
@@ -184,11 +119,10 @@ class _Composer:
             try:
                 if len(source) < len(tokens):
                     return False
-                append_turned(context.sequence, source, start, cache)
+                append_turned(context, source, start)
+                return True
             finally:
                 source.close()
-            context.tokens += tokens[start:]
-            return True
         finally:
             context.rest(self)
 

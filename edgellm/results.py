@@ -121,10 +121,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
-    """Counts of what `LLM.compose` copies and computes.
+    """Counts of what `LLM.compose` and `Session.replace` copy and compute.
 
     Attributes:
-        copied_tokens: number of tokens whose K and V were copied from where they stood alone.
+        copied_tokens: number of tokens whose K and V were copied from where they stood.
         computed_tokens: number of all other tokens, computed in place at the latest by the first
             answer.
         alone_tokens: number of tokens that were computed alone before, as they were not cached.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
+from edgellm.engine.turned import append_turned, check_turnable, common_end
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -28,7 +32,7 @@ class Session:
 
     Attributes:
         stats: timings and counts of the last answer; None before one.
-        composed: what `LLM.compose` copied and computed; None: it did not make the session.
+        composed: what `LLM.compose` or `replace` copied and computed last; None: neither did.
     """
 
     def __init__(
@@ -82,13 +86,55 @@ class Session:
         """
         self._context.append("text", text, parse_special=parse_special)
 
-    def replace(self, tokens: SequenceOf[int]) -> None:
+    def replace(self, tokens: SequenceOf[int], *, recompute: float = 1) -> None:
         """Become another sequence of tokens, keeping the prefix that both have in common.
 
         Tokens behind a gap, where a full context has forgotten tokens, are not kept: their K and V
-        still depend on the forgotten tokens.
+        still depend on the forgotten tokens. With `recompute` below 1 they are, and so is the end
+        that both have in common, as after a change in the middle of a text: `composed` counts.
+
+        Args:
+            recompute: share of the common end that is computed again, from its beginning; K and V
+                of the others are copied to their new places, and still depend on what has changed.
+                Answers are near those without copies, and no other prompt begins with these.
+
+        Raises:
+            OptionError: a token id that is not in the vocabulary.
+            UnsupportedModelError: K and V of the model cannot stand at other positions.
+            CacheFullError: there is no room for the old and the new end; the tokens are the new
+                ones all the same.
         """
-        self._context.replace(tokens)
+        check_number("recompute", recompute, 0, 1)
+        if recompute == 1:
+            self._context.replace(tokens)
+        else:
+            check_turnable(self._engine, self._context.adapter)
+            self._replace(self._context.checked("tokens", tokens), recompute)
+
+    def _replace(self, new: list[int], recompute: float) -> None:
+        with self.fork() as before:
+            try:
+                copied = self._keep_end(before._context, new, recompute)
+            finally:
+                self._context.set(new)
+        self.composed = Composition(
+            copied_tokens=copied, computed_tokens=len(new) - copied, alone_tokens=0
+        )
+
+    def _keep_end(self, before: Context, new: list[int], recompute: float) -> int:
+        """Become new tokens up to the end of what can be copied; returns how many were copied."""
+        thread, end = self._engine.thread, common_end(before.tokens, new)
+        end -= max(1, math.ceil(recompute * end))  # an answer begins with a token that it computes
+        start = len(before.tokens) - end
+        try:
+            if thread.call(partial(_held, before)) <= start:
+                return 0
+            self._context.set(new[: len(new) - end])
+            if self.cached < len(self.tokens):
+                self.generate(max_tokens=0, time_limit_ms=None)
+            return thread.call(partial(_copied, self._context, before.sequence, start))
+        finally:
+            thread.call(partial(before.rest, before))
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
@@ -174,3 +220,25 @@ class Session:
         finally:
             self.stats = request.stats()
             self._context.settle()
+
+
+def _held(context: Context) -> int:
+    """Keep what a context has in the KV cache until it rests; returns how many tokens these are."""
+    context.wake(context)
+    context.take_back()
+    if not context.cached:  # others may not have needed the blocks that it gave back
+        context.sequence = context.engine.cache.sequence(context.tokens, root=context.sequence.root)
+    return context.cached
+
+
+def _copied(context: Context, source: Sequence, start: int) -> int:
+    """Append a sequence's tokens from `start` on; returns how many, 0 if others took its blocks."""
+    context.wake(context)
+    try:
+        context.take_back()
+        if context.cached < len(context.tokens):
+            return 0
+        append_turned(context, source, start)
+        return len(source) - start
+    finally:
+        context.rest(context)

@@ -127,3 +127,114 @@ def test_what_cannot_be_composed_is_refused(folder: str, windowed_deep_model: Pa
             each.compose(parts)
         session = each.compose([part[:20] for part in parts], recompute=1)
         assert len(session.generate(options=GREEDY).tokens) > 0
+
+
+TEXT = np.random.default_rng(7).integers(4, 320, 500).tolist()
+CHANGES = {
+    "inserted": (200, 200, [9] * 37),
+    "removed": (90, 130, []),
+    "in place": (131, 133, [7, 8]),
+    "at the beginning": (0, 3, [5]),
+}
+
+
+def computed(llm: LLM, tokens: list[int]) -> Session:
+    session = llm.session()
+    session.append(tokens)
+    session.generate(max_tokens=0)
+    return session
+
+
+def changed(tokens: list[int], start: int, end: int, other: list[int]) -> list[int]:
+    return [*tokens[:start], *other, *tokens[end:]]
+
+
+@pytest.mark.parametrize(("kv_format", "tolerance"), [("f32", 1e-5), ("int8", 0.02)])
+@pytest.mark.parametrize("recompute", [0, 0.1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_end_behind_a_change_is_kept(
+    folder: str, kv_format: str, tolerance: float, recompute: float, change: str
+) -> None:
+    start, end, other = CHANGES[change]
+    tokens, kept = changed(TEXT, start, end, other), len(TEXT) - end
+    session = computed(opened(folder, kv_format=kv_format), TEXT)
+    session.replace(tokens, recompute=recompute)
+    counts = session.composed
+    assert counts is not None
+    assert counts.copied_tokens == kept - max(1, int(np.ceil(recompute * kept)))
+    assert counts.copied_tokens + counts.computed_tokens == len(tokens) == len(session.tokens)
+    assert session.cached == len(tokens)
+    plain = computed(opened(folder, kv_format=kv_format), tokens)
+    for found, expected in zip(first_layer(session), first_layer(plain), strict=True):
+        assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    session.close()
+    plain.close()
+
+
+def test_changes_follow_each_other_and_no_other_prompt_begins_with_copies(folder: str) -> None:
+    llm, tokens = opened(folder), TEXT
+    session = computed(llm, tokens)
+    for start, end, other in ((300, 310, [5] * 4), (100, 100, [6] * 9), (400, 401, [7])):
+        tokens = changed(tokens, start, end, other)
+        session.replace(tokens, recompute=0.1)
+        assert session.composed is not None
+        assert session.composed.copied_tokens > 0.8 * (len(tokens) - start - len(other))
+        assert session.tokens == tuple(tokens)
+    plain = computed(opened(folder), tokens)
+    for found, expected in zip(first_layer(session), first_layer(plain), strict=True):
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+    exact = llm.generate(tokens, options=GREEDY)
+    assert exact.stats.cached_tokens == BLOCK  # computed by the second change
+    assert exact.logprobs == opened(folder).generate(tokens, options=GREEDY).logprobs
+    session.replace(tokens)  # without copies
+    assert session.generate(options=GREEDY).logprobs == exact.logprobs
+
+
+def test_what_is_not_there_is_not_copied(folder: str) -> None:
+    llm = opened(folder)
+    session = llm.session()
+    session.append(TEXT)  # and nothing is computed
+    session.replace(TEXT[1:], recompute=0.1)
+    assert session.composed is not None
+    assert (session.composed.copied_tokens, session.composed.computed_tokens) == (0, 499)
+    session.generate(max_tokens=0)
+    for other in (TEXT[:300], [3] * 40, TEXT):
+        session.replace(other, recompute=0)
+        assert session.composed.copied_tokens == 0
+        assert session.tokens == tuple(other)
+    assert session.generate(options=GREEDY).tokens == llm.generate(TEXT, options=GREEDY).tokens
+
+
+def test_what_others_took_of_an_end_is_computed_again(folder: str) -> None:
+    llm = opened(folder, cache_size=8 * BLOCK)
+    session = computed(llm, TEXT)
+    other = np.random.default_rng(1).integers(4, 320, 6 * BLOCK - 8).tolist()
+    llm.generate(other, options=GREEDY)
+    tokens = changed(TEXT, 10, 12, [5])
+    session.replace(tokens, recompute=0.1)
+    assert session.composed is not None
+    assert session.composed.copied_tokens < 0.8 * len(TEXT)
+    session.generate(max_tokens=0)
+    for found, expected in zip(
+        first_layer(session), first_layer(computed(opened(folder), tokens)), strict=True
+    ):
+        assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_a_change_that_is_refused_or_has_no_room(folder: str, windowed_deep_model: Path) -> None:
+    session = computed(opened(folder, cache_size=6 * BLOCK), TEXT)
+    for recompute in (-0.1, 1.5, float("nan")):
+        with pytest.raises(OptionError, match="recompute"):
+            session.replace(TEXT[1:], recompute=recompute)
+    with pytest.raises(OptionError, match="tokens"):
+        session.replace([4, -1], recompute=0.5)
+    assert session.tokens == tuple(TEXT)
+    assert session.cached == len(TEXT)
+    for wrong in (load(str(windowed_deep_model)), opened(folder, kv_format="k4v4")):
+        with pytest.raises(UnsupportedModelError, match="`recompute` 1"):
+            wrong.session().replace(TEXT, recompute=0.5)
+    with pytest.raises(CacheFullError):
+        session.replace(TEXT[5:], recompute=0.1)
+    assert session.tokens == tuple(TEXT[5:])
+    alone = opened(folder).generate(TEXT[5:], options=GREEDY)
+    assert session.generate(options=GREEDY).logprobs == alone.logprobs
