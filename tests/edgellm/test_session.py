@@ -295,7 +295,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
         ({"kv_format": "int3"}, "int8, int4, f16, f32"),
         ({"ctx_size": -1}, "`ctx_size` is -1"),
-        ({"ctx_size": 10**9}, "trained for at most 8192"),
+        ({"ctx_size": 10**9}, "allowed with this model are 8192 at most"),
         ({"ctx_size": 64, "cache_size": 5}, "`cache_size` is 5"),
         ({"threads": 0}, "1 to 1024"),
         ({"scheduling": "fair"}, "stall_free, layered, serial, two_devices"),
