@@ -21,7 +21,7 @@ from edgellm.generation_options import GenerationOptions
 from edgellm.infill import Infilling, infill_options, infill_tokens
 from edgellm.progress import Progress
 from edgellm.results import Completion, Piece, completion
-from edgellm.session import Session
+from edgellm.session import Session, check_session
 from edgellm.text.fim import Gap
 from edgellm.text.prompt import Message, encode_conversation
 
@@ -158,10 +158,7 @@ def _own_call(engine: Engine, request: BatchRequest, common: Call) -> Call:
         )
     session, options = request.session, request.options or common.options
     if session is not None:
-        if not isinstance(session, Session):
-            raise OptionError(f"`session` is {session!r:.60}; an edgellm.Session is expected")
-        if session._engine is not engine:
-            raise OptionError("`session` is of another model; one of this `LLM` is expected")
+        check_session(session, engine)
         if request.options is None or request.options.adapter is None:
             options = replace(options, adapter=session._adapter)
     return replace(

@@ -19,7 +19,7 @@ from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
 from edgellm.results import Completion, Piece, completion
-from edgellm.session import Session
+from edgellm.session import Session, check_session
 from edgellm.text.fim import ORDERS, Budget, Gap, Order, assemble, require_family
 from edgellm.text.prompt import Message, encode_conversation
 from edgellm.text.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ _REQUEST = (
 _MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2
+_RECOMPUTE = 0.05
 
 
 class InfillArguments(CallArguments, total=False):
@@ -47,6 +48,9 @@ class InfillArguments(CallArguments, total=False):
         `spm` the suffix keeps its place in the KV cache while the prefix grows.
     single_line: whether to stop at the end of the line.
     template: whether to ask in words through the chat template, for models without infill tokens.
+    session: session with an earlier version of the gap, of which K and V of the suffix are kept as
+        well, whatever the order: see `Session.replace`. Then it has this one.
+    recompute: share of that suffix that is computed again; 0.05 unless told otherwise.
     """
 
     extra: Sequence[tuple[str, str]]
@@ -55,6 +59,8 @@ class InfillArguments(CallArguments, total=False):
     order: Order | None
     single_line: bool
     template: bool
+    session: Session | None
+    recompute: float
 
 
 class Infilling:
@@ -96,13 +102,17 @@ class Infilling:
             check_text(argument, getattr(gap, argument))
         order, template = arguments.pop("order", None), arguments.pop("template", False)
         single_line = arguments.pop("single_line", False)
+        session, recompute = arguments.pop("session", None), arguments.pop("recompute", _RECOMPUTE)
+        if session is not None:
+            check_session(session, self.engine)
         if arguments.get("options") is None:
             arguments.setdefault("temperature", 0.0)
         call = replace(model_call(self.engine, arguments), whole=whole)
         if single_line:
             stop = [*call.options.stop, "\n"]
             call = replace(call, options=replace(call.options, stop=stop))
-        return _filled(self.engine, gap, call, order=order, template=template)
+        call, tokens = _asked(self.engine, gap, call, order=order, template=template)
+        return _filled(self.engine, tokens, call, session=session, recompute=recompute)
 
 
 def infill_tokens(
@@ -150,22 +160,37 @@ def infill_options(engine: Engine, options: GenerationOptions) -> GenerationOpti
     )
 
 
-def _filled(
+def _asked(
     engine: Engine, gap: Gap, call: Call, *, order: Order | None, template: bool
+) -> tuple[Call, list[int]]:
+    """Return the call and the prompt for a gap."""
+    if template:
+        return call, _in_words(engine, gap)
+    model = engine.bundle.manifest.name
+    try:
+        tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}, or ask it in words with `template`") from error
+    return replace(call, options=infill_options(engine, call.options)), tokens
+
+
+def _filled(
+    engine: Engine, tokens: list[int], call: Call, *, session: Session | None, recompute: float
 ) -> Iterator[Piece]:
     """Stream the text for a gap; its beginning comes from the KV cache where a prompt had it."""
-    if template:
-        tokens = _in_words(engine, gap)
-    else:
-        model = engine.bundle.manifest.name
+    if session is not None:
+        session.replace(tokens, recompute=recompute)
         try:
-            tokens = infill_tokens(engine.tokenizer, gap, model=model, order=order)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{error}, or ask it in words with `template`") from error
-        call = replace(call, options=infill_options(engine, call.options))
-    with Session(engine, closes=True) as session:
-        session.replace(tokens)
-        yield from iterate(engine.loop, session._pending(call))
+            yield from iterate(engine.loop, session._pending(call))
+        finally:
+            if len(session.tokens) > len(
+                tokens
+            ):  # the next one ends as this one, not as its answer
+                session.rewind(len(tokens))
+        return
+    with Session(engine, closes=True) as own:
+        own.replace(tokens)
+        yield from iterate(engine.loop, own._pending(call))
 
 
 def _in_words(engine: Engine, gap: Gap) -> list[int]:

@@ -19,6 +19,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
 from edgellm.engine.turned import append_turned, check_turnable, common_end
+from edgellm.errors import OptionError
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -220,6 +221,14 @@ class Session:
         finally:
             self.stats = request.stats()
             self._context.settle()
+
+
+def check_session(session: object, engine: Engine) -> None:
+    """Refuse what is no session of a model."""
+    if not isinstance(session, Session):
+        raise OptionError(f"`session` is {session!r:.60}; an edgellm.Session is expected")
+    if session._engine is not engine:
+        raise OptionError("`session` is of another model; one of this `LLM` is expected")
 
 
 def _held(context: Context) -> int:

@@ -14,7 +14,7 @@ from waiting import Clock
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation import BatchRequest, Prompt
 from edgellm.generation_options import GenerationOptions
-from edgellm.infill import Gap
+from edgellm.infill import Gap, infill_tokens
 from edgellm.llm import LLM, load
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -95,6 +95,29 @@ def test_only_what_changed_is_computed(tiny_fim: LLM) -> None:
         assert again.stats.cached_tokens >= first.stats.prompt_tokens - 4
     psm = tiny_fim.infill(prefix + "left", suffix, max_tokens=1)
     assert psm.stats.cached_tokens < 30
+
+
+def test_a_session_keeps_the_suffix_in_any_order(model: Path) -> None:
+    llm = load(str(model), kv_format="f32")
+    code = "def add(left, right):\n    total = ", "\n    return total\n" * 20
+    with llm.session() as session:
+        llm.infill(*code, session=session, max_tokens=1)
+        for typed in ("l", "le", "left + "):
+            found = llm.infill(code[0] + typed, code[1], session=session, max_tokens=4)
+            assert session.composed is not None
+            assert session.composed.computed_tokens < 40
+            assert session.composed.copied_tokens > 50
+            plain = llm.infill(code[0] + typed, code[1], max_tokens=4)
+            assert found.text == plain.text
+            gap = Gap(prefix=code[0] + typed, suffix=code[1])
+            assert list(session.tokens) == infill_tokens(llm.engine.tokenizer, gap, model=llm.name)
+    for wrong, words in (
+        ({"session": 1}, "an edgellm.Session is expected"),
+        ({"session": load(str(model)).session()}, "of another model"),
+        ({"session": llm.session(), "recompute": 2}, "`recompute` is 2"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            llm.infill(*code, **wrong)
 
 
 def test_single_line_and_indentation(tiny_fim: LLM) -> None:
