@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -247,7 +247,10 @@ class ModelConfig:
         return self.ropes[self.layers[layer].attention.rope]
 
     def to_json(self) -> dict[str, Any]:
-        values = {**asdict(self), "layers": tuple(map(_layer_json, self.layers))}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        known = {layer: _layer_json(layer) for layer in dict.fromkeys(self.layers)}  # few differ
+        values["layers"] = tuple(known[layer] for layer in self.layers)
+        values["ropes"] = tuple(map(asdict, self.ropes))
         for name in ("layer_embedding", "layer_tokens", "backbone", "streams"):
             if values[name] is None:
                 del values[name]
