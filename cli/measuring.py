@@ -53,7 +53,7 @@ def plan(*, name: str, prompt_length: int, load_arguments: LoadArguments) -> Non
     if prompt_length > llm.ctx_size:
         raise OptionError(
             f"a prompt of {prompt_length} tokens does not fit into a context of "
-            f"{llm.ctx_size}; raise --ctx-size, up to what the model was trained for"
+            f"{llm.ctx_size}; raise --ctx-size as far as the model goes, or --rope-scale beyond"
         )
     click.echo(
         f"{spelled_out(llm.name)}, {prompt_length} tokens: prefill {llm.prefill}; decode "

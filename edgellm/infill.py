@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
@@ -10,7 +11,7 @@ from typing import Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.checks import check_text
+from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import iterate
@@ -103,11 +104,13 @@ class Infilling:
         order, template = arguments.pop("order", None), arguments.pop("template", False)
         single_line = arguments.pop("single_line", False)
         session, recompute = arguments.pop("session", None), arguments.pop("recompute", _RECOMPUTE)
-        if session is not None:
-            check_session(session, self.engine)
         if arguments.get("options") is None:
             arguments.setdefault("temperature", 0.0)
-        call = replace(model_call(self.engine, arguments), whole=whole)
+        if session is None:
+            call = model_call(self.engine, arguments)
+        else:
+            call = check_session(session, self.engine)._call(arguments)
+        call = replace(call, whole=whole)
         if single_line:
             stop = [*call.options.stop, "\n"]
             call = replace(call, options=replace(call.options, stop=stop))
@@ -179,14 +182,16 @@ def _filled(
 ) -> Iterator[Piece]:
     """Stream the text for a gap; its beginning comes from the KV cache where a prompt had it."""
     if session is not None:
-        session.replace(tokens, recompute=recompute)
-        try:
-            yield from iterate(engine.loop, session._pending(call))
-        finally:
-            if len(session.tokens) > len(
-                tokens
-            ):  # the next one ends as this one, not as its answer
-                session.rewind(len(tokens))
+        check_number("recompute", recompute, 0, 1)
+        started = time.monotonic()
+        session._replace(tokens, call, recompute=recompute)
+        limit = call.options.time_limit_ms
+        if limit is not None:
+            left = max(1, limit - round(1e3 * (time.monotonic() - started)))
+            call = replace(call, options=replace(call.options, time_limit_ms=left))
+        session._compute(call)
+        with session.fork() as own:  # without the answer, which is no part of the text yet
+            yield from iterate(engine.loop, own._pending(call))
         return
     with Session(engine, closes=True) as own:
         own.replace(tokens)

@@ -19,7 +19,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces
 from edgellm.engine.request import Request
 from edgellm.engine.turned import append_turned, check_turnable, common_end
-from edgellm.errors import OptionError
+from edgellm.errors import CacheFullError, OptionError
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -63,6 +63,7 @@ class Session:
         self._closes = closes
         self.stats: Stats | None = None
         self.composed: Composition | None = None
+        self._source: Context | None = None  # earlier tokens, of which `replace` keeps the end
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -97,45 +98,82 @@ class Session:
         Args:
             recompute: share of the common end that is computed again, from its beginning; K and V
                 of the others are copied to their new places, and still depend on what has changed.
-                Answers are near those without copies, and no other prompt begins with these.
+                Answers are near those without copies, and no other prompt begins with these. They
+                keep their part of the KV cache until the session is closed, and where there is no
+                room for the old and the new end, or a change before an earlier one has less than
+                half of the end left, all is computed again.
 
         Raises:
             OptionError: a token id that is not in the vocabulary.
             UnsupportedModelError: K and V of the model cannot stand at other positions.
-            CacheFullError: there is no room for the old and the new end; the tokens are the new
-                ones all the same.
         """
         check_number("recompute", recompute, 0, 1)
         if recompute == 1:
-            self._context.replace(tokens)
-        else:
-            check_turnable(self._engine, self._context.adapter)
-            self._replace(self._context.checked("tokens", tokens), recompute)
+            return self._context.replace(tokens)
+        adapter = self._context.adapter
+        call = self._call({"adapter": None if adapter is None else adapter.name})
+        call = replace(call, options=replace(call.options, time_limit_ms=None))
+        return self._replace(self._context.checked("tokens", tokens), call, recompute=recompute)
 
-    def _replace(self, new: list[int], recompute: float) -> None:
-        with self.fork() as before:
+    def _replace(self, new: list[int], call: Call, *, recompute: float) -> None:
+        """Become other tokens as `replace` does, with the callbacks and the limit of a call."""
+        check_turnable(self._engine, self._context.adapter)
+        copied = 0
+        if self._take_source(new) and len(new) <= self._engine.ctx_size:
             try:
-                copied = self._keep_end(before._context, new, recompute)
+                copied = self._keep_end(new, call, recompute=recompute)
+            except CacheFullError:
+                pass  # no room for both ends, and nothing was copied, which `composed` says
             finally:
                 self._context.set(new)
+        else:
+            self._context.replace(new)
         self.composed = Composition(
             copied_tokens=copied, computed_tokens=len(new) - copied, alone_tokens=0
         )
 
-    def _keep_end(self, before: Context, new: list[int], recompute: float) -> int:
-        """Become new tokens up to the end of what can be copied; returns how many were copied."""
-        thread, end = self._engine.thread, common_end(before.tokens, new)
-        end -= max(1, math.ceil(recompute * end))  # an answer begins with a token that it computes
-        start = len(before.tokens) - end
+    def _take_source(self, new: list[int]) -> bool:
+        """Choose the tokens whose end may be copied; whether there are some worth it.
+
+        They stay the same until the session has been computed without copies, as each turn rounds
+        keys of int8 again: after 400 turns they were useless.
+        """
+        context, source = self._context, self._source
+        tokens, cached = context.read()
+        if source is None or (context.sequence.shareable is None and cached + 1 >= len(tokens)):
+            self._source = context.fork()
+            if source is not None:
+                source.close()
+            return True
+        # a change before an earlier one, which they do not have
+        return 2 * common_end(source.tokens, new) >= common_end(tokens, new)
+
+    def _keep_end(self, new: list[int], call: Call, *, recompute: float) -> int:
+        """Become the new tokens that can be kept; returns how many were copied at their end."""
+        context, source, thread = self._context, self._source, self._engine.thread
+        assert source is not None
+        end = common_end(source.tokens, new)
+        end -= max(1, math.ceil(recompute * end))  # copies stand behind a token that is computed
+        start = len(source.tokens) - end
         try:
-            if thread.call(partial(_held, before)) <= start:
+            if end <= 0 or thread.call(partial(_held, source)) <= start:
                 return 0
-            self._context.set(new[: len(new) - end])
-            if self.cached < len(self.tokens):
-                self.generate(max_tokens=0, time_limit_ms=None)
-            return thread.call(partial(_copied, self._context, before.sequence, start))
+            context.set(new[: len(new) - end])
+            if not self._compute(call):
+                return 0
+            return thread.call(partial(_copied, context, source.sequence, start))
         finally:
-            thread.call(partial(before.rest, before))
+            thread.call(partial(source.rest, source))
+
+    def _compute(self, call: Call) -> bool:
+        """Compute all tokens in the KV cache; whether no limit of the call ended it."""
+        if self.cached == len(self.tokens):
+            return True
+        options = replace(call.options, max_tokens=0, prompt_logprobs=None)
+        stats, call = self.stats, replace(call, options=options, whole=True)
+        answer = completion(list(iterate(self._engine.loop, self._pending(call))))
+        self.stats = stats  # of the last answer
+        return answer.finish_reason == "length"
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
@@ -158,6 +196,8 @@ class Session:
     def close(self) -> None:
         """Give the memory back; other sessions find the prefix until its memory is needed."""
         self._context.close()
+        if self._source is not None:
+            self._source.close()
 
     def __enter__(self) -> Session:
         return self
@@ -223,12 +263,13 @@ class Session:
             self._context.settle()
 
 
-def check_session(session: object, engine: Engine) -> None:
-    """Refuse what is no session of a model."""
+def check_session(session: object, engine: Engine) -> Session:
+    """Return a session; what is none of the model is refused."""
     if not isinstance(session, Session):
         raise OptionError(f"`session` is {session!r:.60}; an edgellm.Session is expected")
     if session._engine is not engine:
         raise OptionError("`session` is of another model; one of this `LLM` is expected")
+    return session
 
 
 def _held(context: Context) -> int:
@@ -241,11 +282,12 @@ def _held(context: Context) -> int:
 
 
 def _copied(context: Context, source: Sequence, start: int) -> int:
-    """Append a sequence's tokens from `start` on; returns how many, 0 if others took its blocks."""
+    """Append a sequence's tokens from `start` on; returns how many, 0 if its adapter was another
+    one, or others took the context's blocks."""
     context.wake(context)
     try:
         context.take_back()
-        if context.cached < len(context.tokens):
+        if context.cached < len(context.tokens) or context.sequence.root != source.root:
             return 0
         append_turned(context, source, start)
         return len(source) - start

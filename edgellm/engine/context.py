@@ -330,7 +330,7 @@ class Context:
         if len(self.tokens) > engine.ctx_size:
             raise ContextOverflowError(
                 f"the prompt has {len(self.tokens)} tokens, but the context holds "
-                f"{engine.ctx_size}; shorten it, raise `ctx_size` (the model was trained for "
+                f"{engine.ctx_size}; shorten it, raise `ctx_size` (the model takes up to "
                 f"{engine.config.context_length}) or take `context_policy` shift"
             )
 

@@ -50,7 +50,8 @@ def prepare_draft(
         raise draft_refused(name, decode)
     try:
         draft = prepare(name, precisions=(PACKED,), progress=progress)
-        draft = stretched(draft, options.rope_scale)
+        if draft.config.backbone is not None:  # it reads the model's keys; others have their own
+            draft = stretched(draft, options.rope_scale)
     except EdgeLLMError as error:
         raise type(error)(f"`draft` is {name!r}: {error}") from None
     weights, same = draft.manifest.source_sha256, bundle.manifest.source_sha256

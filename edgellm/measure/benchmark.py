@@ -82,7 +82,11 @@ def bench(
             raise OptionError(
                 f"{_name(prompt, generation, depth)} needs {prompt + generation + depth} tokens, "
                 f"which do not fit into a context of {engine.ctx_size}; "
-                + ("the model was trained for no more" if whole else "raise `ctx_size`")
+                + (
+                    "the model takes no more without a larger `rope_scale`"
+                    if whole
+                    else "raise `ctx_size`"
+                )
             )
     loaded = engine.adapters.get(adapter)
     results = []

@@ -24,7 +24,7 @@ from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check, check_prompts, check_segments
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.engine import Engine
-from edgellm.errors import UnsupportedModelError
+from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.export.equalized import EqualizedCheckpoint
 from edgellm.export.reference_writer import reference_tokens, store_reference
 from edgellm.export.source_checkpoint import open_source
@@ -259,7 +259,12 @@ def examine(
 
     Raises:
         SourceError: the model file is needed, and missing or changed.
+        OptionError: the model was loaded with `rope_scale`, and float32 was computed without.
     """
+    if engine.options.rope_scale is not None:
+        raise OptionError(
+            "`rope_scale`: results are compared with those of the model as it is; leave it out"
+        )
     if isinstance(engine.prefill, ChunkedBackend):
         model = engine.prefill.model
         yield Examined(f"{model.segments.precision} on {engine.prefill.placement}")

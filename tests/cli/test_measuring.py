@@ -30,7 +30,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 20_000
         (["bench", "-r", "0"], "'--repetitions': 0 is not in the range x>=1"),
         (["bench", "-p", "0", "-n", "0"], "nothing to measure"),
         (["bench", "-p", "90", "-c", "64"], "pp90 needs 90 tokens"),
-        (["bench", "-p", "9" * 30], "trained for no more"),
+        (["bench", "-p", "9" * 30], "takes no more"),
         (["perplexity", "-", "--window", "1"], "'--window': 1 is not in the range x>=2"),
         (["perplexity", "-", "--window", "65", "-c", "64"], "65; allowed is 2 to the context size"),
         (["perplexity", "-", "--max-windows", "0"], "'--max-windows': 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -111,6 +112,22 @@ def test_a_session_keeps_the_suffix_in_any_order(model: Path) -> None:
             assert found.text == plain.text
             gap = Gap(prefix=code[0] + typed, suffix=code[1])
             assert list(session.tokens) == infill_tokens(llm.engine.tokenizer, gap, model=llm.name)
+        stale = llm.stream_infill(*code, session=session, max_tokens=9)
+        next(stale)
+        newer = llm.stream_infill(code[0] + "left", code[1], session=session, max_tokens=9)
+        next(newer)
+        stale.close()
+        text = session.tokens
+        assert [*newer][-1].finish_reason
+        assert session.tokens == text
+        cancel = threading.Event()
+        cancel.set()
+        ended = llm.infill(code[0] + "right", code[1], session=session, cancel=cancel)
+        assert ended.finish_reason == "cancelled"
+        again = llm.infill(code[0] + "right", code[1], session=session, max_tokens=4)
+        assert session.composed is not None
+        assert session.composed.copied_tokens > 50
+        assert again.text == llm.infill(code[0] + "right", code[1], max_tokens=4).text
     for wrong, words in (
         ({"session": 1}, "an edgellm.Session is expected"),
         ({"session": load(str(model)).session()}, "of another model"),

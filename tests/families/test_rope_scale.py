@@ -14,6 +14,7 @@ from edgellm.engine.one_sequence import compute_prompt, compute_tokens
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.export import export
 from edgellm.llm import load
+from edgellm.measure.doctor import examine
 
 TRAINED, SCALE, LENGTH, DECODED = 64, 4.0, 190, 3
 TOKENS = np.random.default_rng(5).integers(3, 128, LENGTH + DECODED).tolist()
@@ -70,6 +71,9 @@ def test_what_is_kept_fits_the_same_scale_alone(bundle: str) -> None:
     for scale in (None, 2.0, 4.0):
         with load(bundle, rope_scale=scale, ctx_size=TRAINED) as llm:
             fingerprints.add(llm.engine.fingerprint)
+            if scale is not None:
+                with pytest.raises(OptionError, match="the model as it is"):
+                    list(examine(llm.engine))
     assert len(fingerprints) == 3
 
 

@@ -22,7 +22,7 @@ from edgellm.measure.benchmark import bench
         ({"repetitions": -3}, "`repetitions` is -3"),
         ({"prompts": [], "generations": []}, "nothing to measure"),
         ({"prompts": [0], "generations": [0]}, "nothing to measure"),
-        ({"prompts": [10**9]}, "pp1000000000 needs 1000000000 tokens.*trained for no more"),
+        ({"prompts": [10**9]}, "pp1000000000 needs 1000000000 tokens.*takes no more"),
         ({"prompts": [9000], "depths": [9]}, "pp9000 @ d9 needs 9009 tokens"),
     ],
 )

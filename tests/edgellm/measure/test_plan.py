@@ -134,7 +134,7 @@ def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProce
     assert "GB/s" in found.stdout
     refused = cli("plan", "9000", *model)
     assert refused.returncode == 2
-    assert "trained for" in refused.stderr
+    assert "as far as the model goes" in refused.stderr
     of_default = cli("plan", "40", *model)
     assert of_default.stdout.count("measured, ") == 1  # there is nothing else to compare with
     assert "faster at this length" not in of_default.stdout
