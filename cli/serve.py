@@ -108,6 +108,11 @@ def serve_options(command: Command) -> Command:
     )  # fmt: skip
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")
+    @_field(
+        "cache_reuse",
+        "Tokens of a suffix that are worth copying where the text before it has changed, in "
+        "llama.cpp's /infill and /completion; answers are near those without. 0: none.",
+    )
     @click.option(
         "--log-requests", is_flag=True,
         help="A line on stderr for each request: how it ended and what it took, nothing of its "

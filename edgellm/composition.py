@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from edgellm.checks import check_flag, check_number
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.turned import append_turned, check_turnable
+from edgellm.engine.turned import append_turned, awake, check_turnable
 from edgellm.errors import (
     CacheFullError,
     CancelledError,
@@ -109,13 +109,11 @@ class _Composer:
 
     def _copied(self, tokens: list[int], start: int) -> bool:
         """Copy tokens from `start` on, in the engine's thread; False if others took the blocks."""
-        context, cache = self._context, self._engine.cache
-        context.wake(self)  # what it needs more may not be made of its own blocks
-        try:
-            context.take_back()
-            if context.cached < len(context.tokens):
+        context = self._context
+        with awake(context) as complete:  # what it needs more may not be made of its own blocks
+            if not complete:
                 return False
-            source = cache.sequence(tokens, root=context.sequence.root)
+            source = self._engine.cache.sequence(tokens, root=context.sequence.root)
             try:
                 if len(source) < len(tokens):
                     return False
@@ -123,8 +121,6 @@ class _Composer:
                 return True
             finally:
                 source.close()
-        finally:
-            context.rest(self)
 
 
 def _compute(session: Session) -> int:

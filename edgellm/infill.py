@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import iterate
+from edgellm.engine.loop import iterate, run
 from edgellm.engine.samplers import keep_min_p, keep_top_p, softmax
+from edgellm.engine.turned import RECOMPUTE, compute
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.generation_options import GenerationOptions
 from edgellm.kernels.sampling import top_k
@@ -35,7 +36,6 @@ _REQUEST = (
 _MOST_CANDIDATES = 256
 # Tokens that go on with the text and are less probable than this are left out.
 _LEAST = 0.2
-_RECOMPUTE = 0.05
 
 
 class InfillArguments(CallArguments, total=False):
@@ -103,7 +103,7 @@ class Infilling:
             check_text(argument, getattr(gap, argument))
         order, template = arguments.pop("order", None), arguments.pop("template", False)
         single_line = arguments.pop("single_line", False)
-        session, recompute = arguments.pop("session", None), arguments.pop("recompute", _RECOMPUTE)
+        session, recompute = arguments.pop("session", None), arguments.pop("recompute", RECOMPUTE)
         if arguments.get("options") is None:
             arguments.setdefault("temperature", 0.0)
         if session is None:
@@ -189,7 +189,7 @@ def _filled(
         if limit is not None:
             left = max(1, limit - round(1e3 * (time.monotonic() - started)))
             call = replace(call, options=replace(call.options, time_limit_ms=left))
-        session._compute(call)
+        run(engine.loop, compute(engine, session._context, call))
         with session.fork() as own:  # without the answer, which is no part of the text yet
             yield from iterate(engine.loop, own._pending(call))
         return

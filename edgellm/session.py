@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import AsyncGenerator, Collection, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import Pending, aiterate, iterate, pieces
+from edgellm.engine.loop import Pending, aiterate, iterate, pieces, run
 from edgellm.engine.request import Request
-from edgellm.engine.turned import append_turned, check_turnable, common_end
-from edgellm.errors import CacheFullError, OptionError
+from edgellm.engine.turned import check_turnable, common_end, keep_end
+from edgellm.errors import OptionError
 from edgellm.results import Completion, Composition, Piece, Stats, completion
 
 
@@ -117,63 +114,25 @@ class Session:
 
     def _replace(self, new: list[int], call: Call, *, recompute: float) -> None:
         """Become other tokens as `replace` does, with the callbacks and the limit of a call."""
-        check_turnable(self._engine, self._context.adapter)
-        copied = 0
-        if self._take_source(new) and len(new) <= self._engine.ctx_size:
-            try:
-                copied = self._keep_end(new, call, recompute=recompute)
-            except CacheFullError:
-                pass  # no room for both ends, and nothing was copied, which `composed` says
-            finally:
-                self._context.set(new)
+        context, copied = self._context, 0
+        check_turnable(self._engine, context.adapter)
+        tokens, cached = context.read()
+        exact = context.sequence.shareable is None and cached + 1 >= len(tokens)
+        if self._source is None or exact:
+            before, self._source = self._source, context.fork()
+            if before is not None:
+                before.close()
+        if 2 * common_end(self._source.tokens, new) < common_end(tokens, new):
+            context.replace(new)  # a change before an earlier one, which the source does not have
         else:
-            self._context.replace(new)
+            source = self._source
+            copied = run(
+                self._engine.loop,
+                keep_end(self._engine, context, new, source=source, call=call, recompute=recompute),
+            )
         self.composed = Composition(
             copied_tokens=copied, computed_tokens=len(new) - copied, alone_tokens=0
         )
-
-    def _take_source(self, new: list[int]) -> bool:
-        """Choose the tokens whose end may be copied; whether there are some worth it.
-
-        They stay the same until the session has been computed without copies, as each turn rounds
-        keys of int8 again: after 400 turns they were useless.
-        """
-        context, source = self._context, self._source
-        tokens, cached = context.read()
-        if source is None or (context.sequence.shareable is None and cached + 1 >= len(tokens)):
-            self._source = context.fork()
-            if source is not None:
-                source.close()
-            return True
-        # a change before an earlier one, which they do not have
-        return 2 * common_end(source.tokens, new) >= common_end(tokens, new)
-
-    def _keep_end(self, new: list[int], call: Call, *, recompute: float) -> int:
-        """Become the new tokens that can be kept; returns how many were copied at their end."""
-        context, source, thread = self._context, self._source, self._engine.thread
-        assert source is not None
-        end = common_end(source.tokens, new)
-        end -= max(1, math.ceil(recompute * end))  # copies stand behind a token that is computed
-        start = len(source.tokens) - end
-        try:
-            if end <= 0 or thread.call(partial(_held, source)) <= start:
-                return 0
-            context.set(new[: len(new) - end])
-            if not self._compute(call):
-                return 0
-            return thread.call(partial(_copied, context, source.sequence, start))
-        finally:
-            thread.call(partial(source.rest, source))
-
-    def _compute(self, call: Call) -> bool:
-        """Compute all tokens in the KV cache; whether no limit of the call ended it."""
-        if self.cached == len(self.tokens):
-            return True
-        options = replace(call.options, max_tokens=0, prompt_logprobs=None)
-        stats, call = self.stats, replace(call, options=options, whole=True)
-        answer = completion(list(iterate(self._engine.loop, self._pending(call))))
-        self.stats = stats  # of the last answer
-        return answer.finish_reason == "length"
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
@@ -270,26 +229,3 @@ def check_session(session: object, engine: Engine) -> Session:
     if session._engine is not engine:
         raise OptionError("`session` is of another model; one of this `LLM` is expected")
     return session
-
-
-def _held(context: Context) -> int:
-    """Keep what a context has in the KV cache until it rests; returns how many tokens these are."""
-    context.wake(context)
-    context.take_back()
-    if not context.cached:  # others may not have needed the blocks that it gave back
-        context.sequence = context.engine.cache.sequence(context.tokens, root=context.sequence.root)
-    return context.cached
-
-
-def _copied(context: Context, source: Sequence, start: int) -> int:
-    """Append a sequence's tokens from `start` on; returns how many, 0 if its adapter was another
-    one, or others took the context's blocks."""
-    context.wake(context)
-    try:
-        context.take_back()
-        if context.cached < len(context.tokens) or context.sequence.root != source.root:
-            return 0
-        append_turned(context, source, start)
-        return len(source) - start
-    finally:
-        context.rest(context)

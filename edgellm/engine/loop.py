@@ -268,6 +268,16 @@ def iterate(loop: Loop, pending: Pending[T]) -> Iterator[T]:
         pending.close()
 
 
+def run(loop: Loop, work: Generator[Wait, None, T]) -> T:
+    """Run work to its end in this thread; returns its result."""
+
+    def result() -> Pending[T]:
+        yield (yield from work)
+
+    [only] = iterate(loop, result())
+    return only
+
+
 async def aiterate(loop: Loop, pending: Pending[T]) -> AsyncGenerator[T, None]:
     """Iterate the items of `pending` in an event loop, which nothing that takes long blocks.
 

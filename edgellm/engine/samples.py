@@ -38,6 +38,7 @@ def sample_pieces(
     n: int = 1,
     salt: str = "",
     shown_special: Collection[int] = (),
+    begun: Context | None = None,
 ) -> Pending[Progress | SamplePieces]:
     """Answer a prompt `n` times; reports of its prefill come between the pieces.
 
@@ -45,6 +46,7 @@ def sample_pieces(
         call: call of all answers; with a seed, answer i has the seed that is larger by i.
         salt: see `Context`.
         shown_special: see `TextStream`.
+        begun: see `forked_requests`.
 
     Raises:
         OptionError, ContextOverflowError: see `Request.check`.
@@ -59,6 +61,7 @@ def sample_pieces(
         wants_reports=True,
         salt=salt,
         shown_special=shown_special,
+        begun=begun,
     )
     try:
         engine.loop.submit(requests[0])
@@ -115,7 +118,8 @@ def forked_requests(
     try:
         contexts = [Context(engine, tokens, salt=salt) for _ in range(n)]
         if begun is not None:
-            begun.replace(tokens)
+            if begun.tokens != list(tokens):
+                begun.replace(tokens)
             contexts[0] = begun
         requests = [
             Request(

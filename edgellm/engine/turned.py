@@ -6,17 +6,29 @@ what would be computed in their place, and not the same.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 
 from edgellm.cache.groups import CacheGroup
 from edgellm.cache.prefix_index import common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.adapters import LoadedAdapter
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.errors import OptionError, UnsupportedModelError
+from edgellm.engine.loop import Wait, pieces
+from edgellm.engine.request import Request
+from edgellm.errors import CacheFullError, OptionError, UnsupportedModelError
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.kv_shift import move
+from edgellm.results import Piece
+
+# Share of a kept end that is computed again: more of it did not make answers nearer (SmolLM2-135M).
+RECOMPUTE = 0.05
 
 
 def append_turned(context: Context, source: Sequence, start: int) -> None:
@@ -78,6 +90,88 @@ def check_turnable(engine: Engine, adapter: LoadedAdapter | None) -> None:
             f"adapter {adapter.name!r} begins at tokens of the prompt, so K and V at other "
             "positions are not its own; take `recompute` 1, which copies nothing"
         )
+
+
+def keep_end(
+    engine: Engine,
+    context: Context,
+    tokens: list[int],
+    *,
+    source: Context,
+    call: Call,
+    recompute: float,
+) -> Generator[Wait, None, int]:
+    """Make a context's tokens others, and copy the end that they share with a source's.
+
+    What stands before is computed, with the callbacks and limits of a call. The source was computed
+    without copies: each turn rounds keys of int8 again, and those turned 400 times were useless.
+
+    Args:
+        recompute: share of the common end that is computed again, from its beginning.
+
+    Returns:
+        The number of copied tokens; 0 where the source has left the KV cache, where there is no
+        room for both ends, and where a limit ended the work.
+    """
+    thread, end = engine.thread, common_end(source.tokens, tokens)
+    end -= max(1, math.ceil(recompute * end))  # copies stand behind a token that is computed
+    start = len(source.tokens) - end
+    try:
+        held = thread.call(partial(_hold, source))
+        if end <= 0 or held <= start or len(tokens) > engine.ctx_size:
+            return 0
+        context.set(tokens[: len(tokens) - end])
+        yield from compute(engine, context, call)
+        return thread.call(partial(_copied, context, source.sequence, start))
+    except CacheFullError:
+        return 0
+    finally:
+        context.set(tokens)
+        thread.call(partial(source.rest, source))
+
+
+def _hold(context: Context) -> int:
+    """Keep the blocks of tokens, found again if others may have them; returns how many."""
+    context.wake(context)
+    context.take_back()
+    if not context.cached:
+        cache, root = context.engine.cache, context.sequence.root
+        context.sequence = cache.sequence(context.tokens, root=root)
+    return context.cached
+
+
+def compute(engine: Engine, context: Context, call: Call) -> Generator[Wait, None, None]:
+    """Compute all tokens of a context in the KV cache, as far as the call's limits let it."""
+    if context.cached == len(context.tokens):
+        return
+    options = replace(call.options, max_tokens=0, prompt_logprobs=None)
+    call = replace(call, options=options, logit_filter=None, whole=True)
+    context.catch_up()
+    with closing(pieces(engine.loop, Request(context, call))) as pending:
+        for item in pending:
+            if not isinstance(item, Piece):
+                yield item
+    context.settle()
+
+
+def _copied(context: Context, source: Sequence, start: int) -> int:
+    """Append a sequence's tokens from `start` on; returns how many, none under another adapter."""
+    with awake(context) as complete:
+        if not complete or context.sequence.root != source.root:
+            return 0
+        append_turned(context, source, start)
+        return len(source) - start
+
+
+@contextmanager
+def awake(context: Context) -> Iterator[bool]:
+    """Keep a context's blocks, in the engine's thread; yields whether all its tokens are there."""
+    context.wake(context)
+    try:
+        context.take_back()
+        yield context.cached == len(context.tokens)
+    finally:
+        context.rest(context)
 
 
 def common_end(old: SequenceOf[int], new: SequenceOf[int]) -> int:

@@ -32,6 +32,7 @@ from edgellm.progress import Progress
 from edgellm.serve.ask import (
     Ask,
     EmbeddingAsk,
+    EncodedPrompt,
     RerankAsk,
     answerable_prompt,
     check_size,
@@ -47,6 +48,7 @@ from edgellm.serve.events import (
     PromptProgress,
     Relevances,
 )
+from edgellm.serve.kept_ends import KeptEnds
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits, TextWork
 from edgellm.serve.request_error import RequestError, request_error
@@ -91,6 +93,7 @@ class Answering:
         self.text_work = TextWork(self.metrics)
         self._limits = QueueLimits(options, self.metrics)
         self._stop = threading.Event()
+        self._ends = KeptEnds()
 
     @property
     def stopping(self) -> bool:
@@ -268,22 +271,29 @@ class Answering:
         prompt = answerable_prompt(llm, model, ask)
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         yield Begun(model, tuple(tokens), options, engine)
-        limited = self._limited(prompt.options, arrival)  # time has passed since `Begun`
-        options = replace(limited, owner=client.owner)
-        if ask.infill_sampler:  # the sampler has applied these two already
-            options = replace(options, top_p=1.0, min_p=0.0)
+        call = self._answer_call(prompt, ask, client, arrival)  # time has passed since `Begun`
+        begun = yield from self._ends.begun(engine, tokens, call, ask=ask, client=client)
+        if begun is not None:
+            call = self._answer_call(prompt, ask, client, arrival)
         pending = sample_pieces(
             engine,
             tokens,
-            Call(options=options, cancel=self._stop, logit_filter=prompt.logit_filter),
+            call,
             n=ask.n,
             salt=client.salt,
             shown_special=() if prompt.chat is None else prompt.chat.shown_special,
+            begun=begun,
         )
         if prompt.chat is None:
             yield from pending
         else:
             yield from _read(pending, [prompt.chat.reader() for _ in range(ask.n)])
+
+    def _answer_call(self, prompt: EncodedPrompt, ask: Ask, client: Client, arrival: float) -> Call:
+        options = replace(self._limited(prompt.options, arrival), owner=client.owner)
+        if ask.infill_sampler:  # the sampler has applied these two already
+            options = replace(options, top_p=1.0, min_p=0.0)
+        return Call(options=options, cancel=self._stop, logit_filter=prompt.logit_filter)
 
     def _embedding(
         self, llm: LLM, *, ask: EmbeddingAsk, client: Client

@@ -81,6 +81,8 @@ class Ask:
             `sampling.py`).
         lora: numbers and scales of adapters, as llama.cpp's clients give them; None: `model` alone
             says whether an adapter is wanted.
+        cache_reuse: tokens at the end of an earlier prompt that are worth copying to the end of
+            this one; 0: none are.
     """
 
     model: str | None
@@ -91,6 +93,7 @@ class Ask:
     grammar: Grammar | None = None
     infill_sampler: bool = False
     lora: tuple[tuple[int, float], ...] | None = None
+    cache_reuse: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

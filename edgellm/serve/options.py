@@ -23,6 +23,7 @@ _RANGES: dict[str, tuple[float, float, bool]] = {
     "time_limit_ms": (1, 1 << 40, True),
     "heartbeat_s": (0.05, 3600, False),
     "grace_s": (0, 3600, False),
+    "cache_reuse": (0, 1 << 31, True),
 }
 _MAY_BE_NONE = ("max_tokens", "time_limit_ms")
 
@@ -56,6 +57,9 @@ class ServeOptions:
         grace_s: seconds in which answers may end after the server is told to stop.
         pooling: embedding of a text: the mean of its tokens' states, or the last state.
         metrics: whether `/metrics` is answered.
+        cache_reuse: tokens at the end of an earlier prompt of a client that are worth copying to
+            the end of its next one, behind a change, for requests of llama.cpp's `/infill` and
+            `/completion` that do not say so; 0: none.
     """
 
     host: str = "127.0.0.1"
@@ -76,6 +80,7 @@ class ServeOptions:
     grace_s: float = 30
     pooling: Pooling = "mean"
     metrics: bool = True
+    cache_reuse: int = 0
 
     def __post_init__(self) -> None:
         """Check the values.

@@ -85,6 +85,7 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
     bias = await _bias(call, model, logit_bias(fields))
     if bias:
         arguments = {**arguments, **bias}
+    reuse = hard(fields, ("n_cache_reuse",), 0, INT32_MAX)
     n = hard(fields, ("n_cmpl", "n"), 1, call.answering.options.max_n) or 1
     ask = Ask(
         model=model,
@@ -94,6 +95,7 @@ async def _wanted(call: Call, fields: Fields, model: str) -> _Wanted:
         grammar=_grammar(fields),
         infill_sampler=infills,
         lora=lora(fields),
+        cache_reuse=call.answering.options.cache_reuse if reuse is None else reuse,
     )
     show = Shown(
         tokens=bool(fields.flag("return_tokens")),

@@ -49,7 +49,6 @@ _WITHOUT_EFFECT: Mapping[str, tuple[int, int]] = {
     "id_slot": (-1, INT32_MAX),
     "n_keep": (-1, INT32_MAX),
     "n_discard": (0, INT32_MAX),
-    "n_cache_reuse": (0, INT32_MAX),
     "sse_ping_interval": (-1, INT32_MAX),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from inspection import used_blocks
 from serving import Running
 
 PLAIN: dict[str, Any] = {"input_prefix": "a = ", "input_suffix": "\n", "n_predict": 4}
@@ -117,3 +118,31 @@ def test_a_model_without_the_tokens(server: Running, stream: bool) -> None:
     assert (error["code"], error["type"]) == (501, "not_supported_error")
     assert "tiny" in error["message"]
     assert "/" not in error["message"], "no path"
+
+
+def test_a_suffix_is_copied_behind_what_has_changed(fim_server: Running) -> None:
+    """As llama.cpp's `--cache-reuse` and `n_cache_reuse`, for `/completion` too."""
+    suffix = "\n    return total + value\n" * 12
+
+    def sent(prefix: str, **fields: Any) -> tuple[int, int]:
+        body = {"input_prefix": prefix, "input_suffix": suffix, "n_predict": 2, **fields}
+        timings = fim_server.post("/infill", body).json()["timings"]
+        return timings["cache_n"], timings["prompt_n"]
+
+    cached, whole = sent("def first(value):", n_cache_reuse=64)
+    assert cached < 20 < whole
+    for prefix in ("def first(value, more):", "def first(value, more, most):", "def f(value):"):
+        cached, computed = sent(prefix, n_cache_reuse=64)
+        assert computed < 40
+        assert cached > whole - 40
+    cached, _ = sent("def first(value, more):", n_cache_reuse=100_000)
+    assert cached < 40
+    cached, _ = sent("def second(value):")
+    assert cached < 20
+    exact = fim_server.llm.infill("def second(value):", suffix, max_tokens=2)
+    assert exact.stats.cached_tokens > whole - 20  # what was computed last, and no copies
+    assert used_blocks(fim_server.llm) == 0
+    # less of the end is left than has to be computed
+    longer = "".join(f"def number_{n}(value): pass\n" for n in range(40))
+    cached, _ = sent(longer, n_cache_reuse=64)
+    assert cached < 20
