@@ -108,11 +108,7 @@ def serve_options(command: Command) -> Command:
     )  # fmt: skip
     @_field("pooling", "Pooling of a text's token states into its embedding.")
     @_field("metrics", "GET /metrics.")
-    @_field(
-        "cache_reuse",
-        "Tokens of a suffix that are worth copying where the text before it has changed, in "
-        "llama.cpp's /infill and /completion; answers are near those without. 0: none.",
-    )
+    @_field("cache_reuse", "Tokens of a suffix worth copying behind a change (llama.cpp's).")
     @click.option(
         "--log-requests", is_flag=True,
         help="A line on stderr for each request: how it ended and what it took, nothing of its "

@@ -283,7 +283,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n_discard": -1}, "Field 'n_discard': Value must be between 0"),
     ({"n_keep": -2}, "n_keep"),
     ({"n_indent": -1}, "n_indent"),
-    ({"n_cache_reuse": -1}, "n_cache_reuse"),
     ({"repeat_last_n": -2}, "repeat_last_n"),
     ({"t_max_predict_ms": -2}, "t_max_predict_ms"),
     ({"logit_bias": [[-1, 1]]}, "logit_bias"),
@@ -303,6 +302,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 # What is refused behind the parser, where the model is known, and one that is not.
 OVER_HTTP: list[tuple[dict[str, Any], str]] = [
+    ({"n_cache_reuse": -1}, "n_cache_reuse"),
     ({"grammar": 5}, "grammar"),
     ({"grammar": "root ::= " + "(" * 60_000}, "the grammar cannot be used"),
     ({"grammar": "root ::= " + "a" * (1 << 19)}, "the grammar has"),
