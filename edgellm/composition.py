@@ -110,8 +110,8 @@ class _Composer:
     def _copied(self, tokens: list[int], start: int) -> bool:
         """Copy tokens from `start` on, in the engine's thread; False if others took the blocks."""
         context = self._context
-        with awake(context) as complete:  # what it needs more may not be made of its own blocks
-            if not complete:
+        with awake(context):  # what it needs more may not be made of its own blocks
+            if context.cached < len(context.tokens):
                 return False
             source = self._engine.cache.sequence(tokens, root=context.sequence.root)
             try:

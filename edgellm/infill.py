@@ -185,17 +185,22 @@ def _filled(
         check_number("recompute", recompute, 0, 1)
         started = time.monotonic()
         session._replace(tokens, call, recompute=recompute)
-        limit = call.options.time_limit_ms
-        if limit is not None:
-            left = max(1, limit - round(1e3 * (time.monotonic() - started)))
-            call = replace(call, options=replace(call.options, time_limit_ms=left))
-        run(engine.loop, compute(engine, session._context, call))
+        run(engine.loop, compute(engine, session._context, _left(call, started)))
         with session.fork() as own:  # without the answer, which is no part of the text yet
-            yield from iterate(engine.loop, own._pending(call))
+            yield from iterate(engine.loop, own._pending(_left(call, started)))
         return
     with Session(engine, closes=True) as own:
         own.replace(tokens)
         yield from iterate(engine.loop, own._pending(call))
+
+
+def _left(call: Call, started: float) -> Call:
+    """Return a call whose time limit counts from `started`, a time of `time.monotonic`."""
+    limit = call.options.time_limit_ms
+    if limit is None:
+        return call
+    left = max(1, limit - round(1e3 * (time.monotonic() - started)))
+    return replace(call, options=replace(call.options, time_limit_ms=left))
 
 
 def _in_words(engine: Engine, gap: Gap) -> list[int]:

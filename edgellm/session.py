@@ -106,6 +106,7 @@ class Session:
         """
         check_number("recompute", recompute, 0, 1)
         if recompute == 1:
+            self.composed = None
             return self._context.replace(tokens)
         adapter = self._context.adapter
         call = self._call({"adapter": None if adapter is None else adapter.name})
@@ -115,7 +116,7 @@ class Session:
     def _replace(self, new: list[int], call: Call, *, recompute: float) -> None:
         """Become other tokens as `replace` does, with the callbacks and the limit of a call."""
         context, copied = self._context, 0
-        check_turnable(self._engine, context.adapter)
+        check_turnable(self._engine, self._engine.adapters.get(call.options.adapter))
         tokens, cached = context.read()
         exact = context.sequence.shareable is None and cached + 1 >= len(tokens)
         if self._source is None or exact:
@@ -136,7 +137,9 @@ class Session:
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""
-        return Session(self._engine, self._context.fork(), adapter=self._adapter)
+        other = Session(self._engine, self._context.fork(), adapter=self._adapter)
+        other._source = None if self._source is None else self._source.fork()
+        return other
 
     def rewind(self, length: int) -> None:
         """Forget all tokens from position `length` on."""

@@ -20,7 +20,7 @@ from edgellm.engine.adapters import LoadedAdapter
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import Wait, pieces
+from edgellm.engine.loop import WORKING, Wait, pieces
 from edgellm.engine.request import Request
 from edgellm.errors import CacheFullError, OptionError, UnsupportedModelError
 from edgellm.kernels.kv_blocks import BLOCK
@@ -117,27 +117,26 @@ def keep_end(
     end -= max(1, math.ceil(recompute * end))  # copies stand behind a token that is computed
     start = len(source.tokens) - end
     try:
-        held = thread.call(partial(_hold, source))
-        if end <= 0 or held <= start or len(tokens) > engine.ctx_size:
+        yield WORKING
+        if (
+            end <= 0
+            or len(tokens) > engine.ctx_size
+            or thread.call(partial(_found, source)) <= start
+        ):
             return 0
         context.set(tokens[: len(tokens) - end])
         yield from compute(engine, context, call)
-        return thread.call(partial(_copied, context, source.sequence, start))
+        yield WORKING
+        return thread.call(partial(_copied, context, source, start))
     except CacheFullError:
         return 0
     finally:
         context.set(tokens)
-        thread.call(partial(source.rest, source))
 
 
-def _hold(context: Context) -> int:
-    """Keep the blocks of tokens, found again if others may have them; returns how many."""
-    context.wake(context)
-    context.take_back()
-    if not context.cached:
-        cache, root = context.engine.cache, context.sequence.root
-        context.sequence = cache.sequence(context.tokens, root=root)
-    return context.cached
+def _found(source: Context) -> int:
+    with awake(source):  # others may have its blocks while what stands before is computed
+        return source.cached
 
 
 def compute(engine: Engine, context: Context, call: Call) -> Generator[Wait, None, None]:
@@ -154,22 +153,27 @@ def compute(engine: Engine, context: Context, call: Call) -> Generator[Wait, Non
     context.settle()
 
 
-def _copied(context: Context, source: Sequence, start: int) -> int:
-    """Append a sequence's tokens from `start` on; returns how many, none under another adapter."""
-    with awake(context) as complete:
-        if not complete or context.sequence.root != source.root:
+def _copied(context: Context, source: Context, start: int) -> int:
+    """Append a source's tokens from `start` on; returns how many, none under another adapter."""
+    with awake(context), awake(source):
+        count = source.cached - start
+        complete = context.cached == len(context.tokens)
+        if count <= 0 or not complete or context.sequence.root != source.sequence.root:
             return 0
-        append_turned(context, source, start)
-        return len(source) - start
+        append_turned(context, source.sequence, start)
+        return count
 
 
 @contextmanager
-def awake(context: Context) -> Iterator[bool]:
-    """Keep a context's blocks, in the engine's thread; yields whether all its tokens are there."""
+def awake(context: Context) -> Iterator[None]:
+    """Keep a context's blocks in the engine's thread, taken back or found again before."""
     context.wake(context)
     try:
         context.take_back()
-        yield context.cached == len(context.tokens)
+        if not context.cached:
+            cache, root = context.engine.cache, context.sequence.root
+            context.sequence = cache.sequence(context.tokens, root=root)
+        yield
     finally:
         context.rest(context)
 

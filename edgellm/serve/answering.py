@@ -272,7 +272,9 @@ class Answering:
         tokens, options = prompt.tokens, self._limited(prompt.options, arrival)
         yield Begun(model, tuple(tokens), options, engine)
         call = self._answer_call(prompt, ask, client, arrival)  # time has passed since `Begun`
-        begun = yield from self._ends.begun(engine, tokens, call, ask=ask, client=client)
+        begun = yield from self._ends.begun(
+            engine, tokens, call, model=model, ask=ask, client=client
+        )
         if begun is not None:
             call = self._answer_call(prompt, ask, client, arrival)
         pending = sample_pieces(

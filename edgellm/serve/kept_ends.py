@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from edgellm.engine.engine import Engine
 
 # Model, salt of the client's blocks, and adapter.
-_Key: TypeAlias = tuple[str | None, str, str | None]
+_Key: TypeAlias = tuple[str, str, str | None]
 # Prompts that are remembered at most; a list of 4,096 tokens takes 32 kB.
 _MOST_PROMPTS = 64
 
@@ -29,9 +30,17 @@ class KeptEnds:
 
     def __init__(self) -> None:
         self._prompts: dict[_Key, list[int]] = {}
+        self._lock = threading.Lock()
 
     def begun(
-        self, engine: Engine, tokens: list[int], call: Call, *, ask: Ask, client: Client
+        self,
+        engine: Engine,
+        tokens: list[int],
+        call: Call,
+        *,
+        model: str,
+        ask: Ask,
+        client: Client,
     ) -> Generator[Wait, None, Context | None]:
         """Return a context of a prompt in which the end of an earlier one was copied.
 
@@ -40,21 +49,15 @@ class KeptEnds:
         """
         if not ask.cache_reuse or ask.n > 1:
             return None
-        key = (ask.model, client.salt, call.options.adapter)
-        earlier = self._prompts.pop(key, [])
-        end = common_end(earlier, tokens)
-        if end < ask.cache_reuse or 2 * end < len(tokens) - common_prefix(earlier, tokens):
-            earlier = tokens
-        self._prompts[key] = earlier  # behind those not used for longer
-        if len(self._prompts) > _MOST_PROMPTS:
-            del self._prompts[next(iter(self._prompts))]
+        key = (model, client.salt, call.options.adapter)
+        earlier = self._earlier(key, tokens, least=ask.cache_reuse)
         adapter = engine.adapters.get(call.options.adapter)
         if earlier is tokens or not _turnable(engine, adapter):
             return None
         source = Context(engine, earlier, salt=client.salt, adapter=adapter)
         context = Context(engine, salt=client.salt, adapter=adapter)
         try:
-            yield from keep_end(
+            copied = yield from keep_end(
                 engine, context, tokens, source=source, call=call, recompute=RECOMPUTE
             )
         except BaseException:
@@ -62,7 +65,22 @@ class KeptEnds:
             raise
         finally:
             source.close()
+        if not copied:  # this one is computed as a whole then
+            with self._lock:
+                self._prompts[key] = tokens
         return context
+
+    def _earlier(self, key: _Key, tokens: list[int], *, least: int) -> list[int]:
+        """Return the prompt whose end is to be copied, and remember it; it may be this one."""
+        with self._lock:
+            earlier = self._prompts.pop(key, [])
+            end = common_end(earlier, tokens)
+            if end < least or 2 * end < len(tokens) - common_prefix(earlier, tokens):
+                earlier = tokens
+            self._prompts[key] = earlier  # behind those not used for longer
+            if len(self._prompts) > _MOST_PROMPTS:
+                del self._prompts[next(iter(self._prompts))]
+            return earlier
 
 
 def _turnable(engine: Engine, adapter: LoadedAdapter | None) -> bool:

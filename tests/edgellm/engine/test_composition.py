@@ -213,6 +213,18 @@ def test_keys_are_turned_once_however_many_changes_there_are(folder: str) -> Non
     np.testing.assert_array_equal(keys, first_layer(once)[0])
 
 
+def test_forks_have_the_source_of_the_session(folder: str) -> None:
+    session = computed(opened(folder, kv_format="int8"), TEXT)
+    session.replace(TEXT[:50] + TEXT[51:], recompute=0)
+    chain = session
+    for word in (5, 6, 7):
+        chain = chain.fork()
+        chain.replace([*TEXT[:50], word, *TEXT[51:]], recompute=0)
+    once = computed(opened(folder, kv_format="int8"), TEXT)
+    once.replace([*TEXT[:50], word, *TEXT[51:]], recompute=0)
+    np.testing.assert_array_equal(first_layer(chain)[0], first_layer(once)[0])
+
+
 def test_what_is_not_there_is_not_copied(folder: str) -> None:
     llm = opened(folder)
     session = llm.session()

@@ -1,0 +1,44 @@
+"""Ends of earlier prompts in the server: which prompt they come from, and what is given back."""
+
+from __future__ import annotations
+
+import numpy as np
+from inspection import used_blocks
+
+from edgellm.engine.call import Call
+from edgellm.engine.loop import run
+from edgellm.generation_options import GenerationOptions
+from edgellm.llm import LLM
+from edgellm.serve.ask import Ask
+from edgellm.serve.events import Client
+from edgellm.serve.kept_ends import KeptEnds
+
+TEXT = np.random.default_rng(3).integers(4, 320, 300).tolist()
+CALL = Call(options=GenerationOptions(temperature=0))
+
+
+def copied(llm: LLM, ends: KeptEnds, tokens: list[int], *, cache_reuse: int = 32) -> int:
+    """Tokens in the KV cache before the answer of a request; 0 where none were copied."""
+    ask = Ask(model=None, prompt="", cache_reuse=cache_reuse)
+    context = run(
+        llm.engine.loop,
+        ends.begun(llm.engine, tokens, CALL, model="m", ask=ask, client=Client()),
+    )
+    if context is None:
+        return 0
+    assert context.tokens == tokens
+    count = context.cached if context.sequence.shareable is not None else 0
+    context.close()
+    return count
+
+
+def test_a_prompt_that_was_never_computed_gives_its_place_to_the_next(llm: LLM) -> None:
+    ends = KeptEnds()
+    assert copied(llm, ends, TEXT) == 0
+    second, third = [5, *TEXT], [6, 6, *TEXT]  # the client of the first one was gone
+    assert copied(llm, ends, second) == 0
+    llm.generate(second, temperature=0, max_tokens=1)
+    assert copied(llm, ends, third) >= len(third) - 128
+    assert copied(llm, ends, [7, *TEXT], cache_reuse=0) == 0
+    assert copied(llm, ends, [7, *TEXT], cache_reuse=len(TEXT) + 1) == 0
+    assert used_blocks(llm) == 0
