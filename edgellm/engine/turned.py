@@ -103,8 +103,9 @@ def keep_end(
 ) -> Generator[Wait, None, int]:
     """Make a context's tokens others, and copy the end that they share with a source's.
 
-    What stands before is computed, with the callbacks and limits of a call. The source was computed
-    without copies: each turn rounds keys of int8 again, and those turned 400 times were useless.
+    What stands before is computed, with the callbacks and limits of a call. The source is best one
+    that was computed without copies, as each turn rounds keys of int8 again: behind 400 turns the
+    log-probability of SmolLM2's next token was -2.24, not -1.53.
 
     Args:
         recompute: share of the common end that is computed again, from its beginning.
