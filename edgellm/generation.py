@@ -211,6 +211,8 @@ def prompt_tokens(engine: Engine, prompt: Prompt) -> list[int]:
         return encode_conversation(prompt, engine.template, engine.tokenizer)  # type: ignore[arg-type]
     if isinstance(prompt, str):
         return engine.tokenizer.encode(prompt, parse_special=True)
+    if isinstance(prompt, BatchRequest):
+        raise OptionError("`prompt` is one `BatchRequest`; a list of them is expected")
     return check_token_ids("prompt", prompt, vocab_size=engine.config.vocab_size)
 
 

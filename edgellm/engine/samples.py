@@ -118,8 +118,7 @@ def forked_requests(
     try:
         contexts = [Context(engine, tokens, salt=salt) for _ in range(n)]
         if begun is not None:
-            if begun.tokens != list(tokens):
-                begun.replace(tokens)
+            begun.set(list(tokens))
             contexts[0] = begun
         requests = [
             Request(

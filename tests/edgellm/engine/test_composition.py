@@ -9,6 +9,7 @@ import pytest
 from inspection import context
 
 from edgellm import (
+    BatchRequest,
     CacheFullError,
     ContextOverflowError,
     GenerationOptions,
@@ -79,6 +80,19 @@ def test_all_computed_in_place_is_the_plain_session(folder: str) -> None:
     assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
     assert session.composed is not None
     assert session.composed.copied_tokens == session.composed.alone_tokens == 0
+
+
+def test_requests_that_go_on_from_it_keep_the_copies(folder: str) -> None:
+    llm = opened(folder)
+    session = llm.compose(parts_of())
+    session.generate(max_tokens=0)
+    with session.fork() as fork:
+        fork.append([5, 6])
+        expected = fork.generate(options=GREEDY)
+    request = BatchRequest(prompt=[*session.tokens, 5, 6], session=session)
+    [answer] = llm.batch([request], options=GREEDY)
+    assert answer.result().stats.cached_tokens == len(session.tokens)
+    assert answer.result().logprobs == expected.logprobs
 
 
 def test_documents_are_found_in_another_order_and_no_plain_text_begins_with_copies(

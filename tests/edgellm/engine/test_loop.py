@@ -399,6 +399,11 @@ def test_a_request_that_is_refused_holds_nothing_of_its_session(native: LLM) -> 
     assert isinstance(answer.error, ContextOverflowError)
 
 
+def test_one_request_is_no_list_of_requests(native: LLM) -> None:
+    with pytest.raises(OptionError, match="a list of them is expected"):
+        native.generate(BatchRequest(prompt="a"))  # type: ignore[call-overload]
+
+
 def test_a_request_of_a_batch_takes_no_session_of_another_model(native: LLM) -> None:
     other = load(str(native.engine.bundle.path), ctx_size=native.ctx_size)
     [answer] = native.batch([BatchRequest(prompt="a", session=other.session())])
