@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 # Model, salt of the client's blocks, and adapter.
 _Key: TypeAlias = tuple[str, str, str | None]
-# Prompts that are remembered at most; a list of 4,096 tokens takes 32 kB.
-_MOST_PROMPTS = 64
+# Prompts of a key that are remembered, such as those of several files, and keys. A list of 4,096
+# tokens takes 32 kB, and is compared with a prompt in about a millisecond.
+_PROMPTS, _KEYS = 4, 16
 
 
 class KeptEnds:
-    """Prompts that were computed as a whole, one for each model, client and adapter."""
+    """Prompts that were computed as a whole, a few for each model, client and adapter."""
 
     def __init__(self) -> None:
-        self._prompts: dict[_Key, list[int]] = {}
+        self._prompts: dict[_Key, list[list[int]]] = {}
         self._lock = threading.Lock()
 
     def begun(
@@ -45,7 +46,7 @@ class KeptEnds:
         """Return a context of a prompt in which the end of an earlier one was copied.
 
         None: the ask wants none, the model's K and V cannot stand at other positions, or less than
-        half of what has to be computed could be copied; the earlier prompt is then this one.
+        half of what has to be computed could be copied; this one is then remembered.
         """
         if not ask.cache_reuse or ask.n > 1:
             return None
@@ -66,21 +67,28 @@ class KeptEnds:
         finally:
             source.close()
         if not copied:  # this one is computed as a whole then
-            with self._lock:
-                self._prompts[key] = tokens
+            self._replace(key, earlier, tokens)
         return context
 
     def _earlier(self, key: _Key, tokens: list[int], *, least: int) -> list[int]:
         """Return the prompt whose end is to be copied, and remember it; it may be this one."""
         with self._lock:
-            earlier = self._prompts.pop(key, [])
+            prompts = self._prompts.pop(key, [])
+            earlier = max(prompts, key=lambda each: common_end(each, tokens), default=[])
             end = common_end(earlier, tokens)
             if end < least or 2 * end < len(tokens) - common_prefix(earlier, tokens):
                 earlier = tokens
-            self._prompts[key] = earlier  # behind those not used for longer
-            if len(self._prompts) > _MOST_PROMPTS:
+            others = [each for each in prompts if each is not earlier and each != tokens]
+            # behind those not used for longer
+            self._prompts[key] = [*others, earlier][-_PROMPTS:]
+            if len(self._prompts) > _KEYS:
                 del self._prompts[next(iter(self._prompts))]
             return earlier
+
+    def _replace(self, key: _Key, earlier: list[int], tokens: list[int]) -> None:
+        with self._lock:
+            prompts = self._prompts.get(key, [])
+            self._prompts[key] = [tokens if each is earlier else each for each in prompts]
 
 
 def _turnable(engine: Engine, adapter: LoadedAdapter | None) -> bool:

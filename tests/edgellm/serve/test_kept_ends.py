@@ -42,3 +42,16 @@ def test_a_prompt_that_was_never_computed_gives_its_place_to_the_next(llm: LLM) 
     assert copied(llm, ends, [7, *TEXT], cache_reuse=0) == 0
     assert copied(llm, ends, [7, *TEXT], cache_reuse=len(TEXT) + 1) == 0
     assert used_blocks(llm) == 0
+
+
+def test_prompts_of_several_files_are_remembered(llm: LLM) -> None:
+    ends = KeptEnds()
+    files = [np.random.default_rng(i).integers(4, 320, 300).tolist() for i in range(5)]
+    for file in files:
+        assert copied(llm, ends, file) == 0
+        llm.generate(file, temperature=0, max_tokens=1)
+    for _ in range(2):
+        for file in files[1:]:
+            assert copied(llm, ends, [5, 6, *file]) >= len(file) - 128
+    assert copied(llm, ends, [5, 6, *files[0]]) == 0  # four are
+    assert used_blocks(llm) == 0
