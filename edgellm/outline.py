@@ -16,9 +16,10 @@ from edgellm.cache.prefix_index import common_prefix
 from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments
 from edgellm.engine.loop import Pending, Wait, aiterate, iterate
+from edgellm.engine.turned import compute
 from edgellm.errors import OptionError
 from edgellm.generation import BatchAnswer, BatchRequest, TextGeneration, prompt_tokens
-from edgellm.results import Completion, Piece
+from edgellm.results import Completion
 from edgellm.session import Session
 from edgellm.text.prompt import Message
 
@@ -135,14 +136,9 @@ class Outlining(TextGeneration):
                 # to the token: of a prompt on its way others find whole blocks of 128
                 first, second = (prompt_tokens(self.engine, prompt) for prompt in prompts[:2])
                 session.replace(first[: common_prefix(first, second)])
-                unread = replace(
-                    call.options, max_tokens=0, time_limit_ms=None, prompt_logprobs=None
-                )
-                prefill = replace(call, options=unread, progress=None)
-                with closing(session._pending(prefill)) as pending:
-                    for item in pending:
-                        if not isinstance(item, Piece):
-                            yield item
+                unlimited = replace(call.options, time_limit_ms=None)
+                prefill = replace(call, options=unlimited, progress=None)
+                yield from compute(self.engine, session._context, prefill)
             requests = [BatchRequest(prompt=prompt, session=session) for prompt in prompts]
             completions = yield from self._together(requests, call)
         return [OutlinePoint(*each) for each in zip(titles, completions, strict=True)]

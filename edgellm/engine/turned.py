@@ -27,7 +27,7 @@ from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.kv_shift import move
 from edgellm.results import Piece
 
-# Share of a kept end that is computed again: more of it did not make answers nearer (SmolLM2-135M).
+# Share of a kept end that is computed again: from 0 to 0.15 answers of SmolLM2-135M were as near.
 RECOMPUTE = 0.05
 
 
