@@ -3,10 +3,11 @@
 Layers that see the same positions form a group with a pool of its own, and a sequence has one block
 table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
 manager. A block holds K and V of its group's layers alone. Formats that seal blocks make two groups
-of one: of the rows that are written, with the first block and the last ones, and of the sealed
-blocks between them. With a budget, a group of layers that see all positions has an eviction
-policy (`eviction.py`). Layers that keep a state of fixed size
-form a group as well, whose blocks are snapshots of the states at the ends of some full blocks.
+of one whose layers see all positions: of the rows that are written, with the first block and the
+last ones, and of the sealed blocks between them; other groups have int8 beside them. With a budget,
+a group of layers that see all positions has an eviction policy (`eviction.py`). Layers that keep a
+state of fixed size form a group as well, whose blocks are snapshots of the states at the ends of
+some full blocks.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class CacheGroup:
         latent: width of latents in place of V; 0: there are none.
         readers: pairs of a layer without K and V of its own and of the one whose K and V it reads.
         part: blocks that the group has, see `kernels/sealed_blocks.py`.
+        format: storage format of K and V, in groups that are stored.
         policy: choice of the blocks that stay; None: those that the window says.
     """
 
@@ -66,6 +68,7 @@ class CacheGroup:
     readers: tuple[tuple[int, int], ...] = ()
     latent: int = 0
     part: Part = "all"
+    format: KVFormat = "int8"
     policy: EvictionPolicy | None = None
 
     @property
@@ -185,33 +188,33 @@ def stored_groups(
         policy: eviction policy of layers that see all positions.
 
     Raises:
-        OptionError: the format cannot hold the rows of a group.
+        OptionError: the format cannot hold the rows of a group, or seals the blocks of none.
     """
-    widths = {group.head_dim for group in groups if isinstance(group, CacheGroup)}
-    uneven = sorted(width for width in widths if width % 8)
+    attending = [group for group in groups if isinstance(group, CacheGroup)]
+    sealing = [g for g in attending if format in SEALED and g.window is None and not g.latent]
+    if format in SEALED and not sealing:
+        raise OptionError(
+            f"`kv_format` is {format!r}: this model has sliding windows or latents in all layers "
+            f"that attend, and {format} seals blocks of attention to all positions; take int8 or "
+            "int4"
+        )
+    uneven = sorted({g.head_dim for g in sealing or attending if g.head_dim % 8})
     if uneven and format in ("int4", *SEALED):
         raise OptionError(
             f"`kv_format` is {format!r}: this model's head_dim is {uneven[0]}, and {format} takes "
             "multiples of 8; int8 takes any"
         )
-    if format not in SEALED:
-        return [
-            replace(group, policy=policy)
-            if isinstance(group, CacheGroup) and group.keeps_all
-            else group
-            for group in groups
-        ]
-    hot, sealed = [], []
-    for group in groups:
-        if isinstance(group, StateGroup) or group.window is not None or group.latent:
-            raise OptionError(
-                f"`kv_format` is {format!r}: this model has sliding windows, latents or layers "
-                f"with states, and {format} seals blocks of attention to all positions; take int8 "
-                "or int4"
-            )
-        hot.append(replace(group, part="hot"))
-        sealed.append(replace(group, part="sealed", readers=()))
-    return [*hot, *sealed]
+
+    def stored(group: Group) -> Group:
+        if not isinstance(group, CacheGroup):
+            return group
+        if group in sealing:
+            return replace(group, part="hot", format=format)
+        kept = replace(group, format="int8" if sealing else format)
+        return replace(kept, policy=policy) if kept.keeps_all else kept
+
+    sealed = [replace(group, part="sealed", format=format) for group in sealing]
+    return [*map(stored, groups), *sealed]
 
 
 def snapshot_interval(size: int) -> int:
@@ -265,9 +268,9 @@ def rows_at_once(groups: Sequence[Group], ctx_size: int) -> int:
 
 
 def resident_blocks(
-    groups: Sequence[Group], *, format: KVFormat, ctx_size: int, blocks: int, drafts: int = 0
+    groups: Sequence[Group], *, ctx_size: int, blocks: int, drafts: int = 0
 ) -> list[int]:
-    """Return, for each group, the number of blocks that full sequences of `ctx_size` tokens need.
+    """Return, for each stored group, the blocks that full sequences of `ctx_size` tokens need.
 
     As many sequences are counted as a pool of `blocks` blocks holds without windows. One sequence
     at a time grows by many rows, and one copies its last block. States have a few blocks more for
@@ -288,7 +291,7 @@ def resident_blocks(
         )
         whole = group.keeps_all or held
         needed.append(blocks if whole else min(blocks, most))
-    sizes = [_block_bytes(group, format) for group in groups]
+    sizes = [_block_bytes(group) for group in groups]
     states = [isinstance(group, StateGroup) for group in groups]
     kv = sum(n * s for n, s, state in zip(needed, sizes, states, strict=True) if not state)
     all_states = sum(size for size, state in zip(sizes, states, strict=True) if state)
@@ -328,38 +331,32 @@ def cache_bytes(
         OptionError: see `stored_groups`.
     """
     groups = stored_groups(cache_groups(config), format, policy)
-    resident = resident_blocks(
-        groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=DRAFT_STATES
-    )
-    return sum(
-        count * _block_bytes(group, format) for group, count in zip(groups, resident, strict=True)
-    )
+    resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks, drafts=DRAFT_STATES)
+    return sum(count * _block_bytes(group) for group, count in zip(groups, resident, strict=True))
 
 
-def _block_bytes(group: Group, format: KVFormat) -> int:
+def _block_bytes(group: Group) -> int:
     if isinstance(group, StateGroup):
         return 4 * len(group.layers) * group.elements
     sizes = {"kv_heads": group.kv_heads, "head_dim": group.head_dim, "layers": len(group.layers)}
     if group.part == "sealed":
-        return sealed_bytes(format=format, **sizes)
-    return block_bytes(format=format, latent=group.latent, **sizes)
+        return sealed_bytes(format=group.format, **sizes)
+    return block_bytes(format=group.format, latent=group.latent, **sizes)
 
 
 def step_bytes(config: ModelConfig, tokens: int, *, format: KVFormat) -> int:
     """Return the bytes that a decode step behind `tokens` others reads, and writes of states."""
     read = 0
-    for group in cache_groups(config):
+    for group in stored_groups(cache_groups(config), format):
         if isinstance(group, StateGroup):
-            read += 2 * _block_bytes(group, format)
+            read += 2 * _block_bytes(group)
             continue
-        seen = tokens if group.window is None else min(tokens, group.window)
-        sealed = BLOCK * (sealed_end(seen) - 1) if format in SEALED else 0
-        rows: dict[Part, int] = {"all": seen - sealed, "sealed": sealed}
-        whole = replace(group, layers=(*group.layers, *(reader for reader, _ in group.readers)))
-        for part in rows:
-            if rows[part]:
-                size = _block_bytes(replace(whole, part=part), format)
-                read += size * rows[part] // BLOCK
+        rows = tokens if group.window is None else min(tokens, group.window)
+        if group.part != "all":
+            sealed = BLOCK * (sealed_end(tokens) - 1)
+            rows = sealed if group.part == "sealed" else tokens - sealed
+        layers = (*group.layers, *(reader for reader, _ in group.readers))
+        read += _block_bytes(replace(group, layers=layers)) * rows // BLOCK
     return read
 
 

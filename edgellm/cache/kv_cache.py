@@ -115,11 +115,9 @@ class KVCache:
         self.places = places(groups)
         self.index = PrefixIndex(fingerprint, groups)
         self.rows_at_once = rows_at_once(groups, ctx_size)
-        resident = resident_blocks(
-            groups, format=format, ctx_size=ctx_size, blocks=blocks, drafts=drafts
-        )
+        resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks, drafts=drafts)
         counts = [blocks + drafts * isinstance(group, StateGroup) for group in groups]
-        pools = _allocate(groups, counts, format=format, key_offsets=key_offsets)
+        pools = _allocate(groups, counts, key_offsets=key_offsets)
         self.groups = [
             GroupBlocks(
                 number=number,
@@ -419,7 +417,6 @@ def _allocate(
     groups: SequenceOf[Group],
     counts: SequenceOf[int],
     *,
-    format: KVFormat,
     key_offsets: SequenceOf[NDArray[np.float32]] | None,
 ) -> list[Blocks]:
     """Allocate the pools of groups, each of so many blocks."""
@@ -434,13 +431,13 @@ def _allocate(
         sizes = {"blocks": blocks, "layers": len(layers)}
         sizes |= {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
         if group.part == "sealed":
-            sealed[layers] = allocate_sealed(format=format, **sizes)
+            sealed[layers] = allocate_sealed(format=group.format, **sizes)
             pools.append(sealed[layers])
             continue
         offset = None if key_offsets is None else np.stack([key_offsets[layer] for layer in layers])
         pools.append(
             allocate(
-                format=format,
+                format=group.format,
                 latent=group.latent,
                 key_offset=offset,
                 sealed=sealed.get(layers),

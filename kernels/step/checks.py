@@ -317,17 +317,23 @@ def check_pools(weights: Weights, pools: Sequence[Pool]) -> None:
             "pools of layers, KV heads, head_dim and latents, or layers and numbers of a state "
             f"{there}; needed are {needed}"
         )
-    if len({blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}) > 1:
-        raise ValueError("pools of several formats; needed is one")
+    formats = {blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}
+    if len(formats - {"int8"} if formats & {*SEALED} else formats) > 1:
+        raise ValueError("pools of several formats; needed is one, or one that seals and int8")
 
 
 def _check_sealed(weights: Weights, pools: Sequence[Pool]) -> None:
     """Check that sealed blocks and the pools whose blocks they were are there together."""
-    kv = [blocks for blocks in pools if isinstance(blocks, KVBlocks) and blocks.format in SEALED]
-    needed = [*kv, *(blocks.sealed for blocks in kv)]
-    if kv and [id(blocks) for blocks in pools] != [id(blocks) for blocks in needed]:
-        raise ValueError("sealed blocks beside pools of another kind, or not in their order")
-    if kv and any(layer.window or layer.latent for layer in weights.layers):
+    sealing = {
+        number: blocks
+        for number, blocks in enumerate(pools)
+        if isinstance(blocks, KVBlocks) and blocks.format in SEALED
+    }
+    rows = [blocks for blocks in pools if not isinstance(blocks, SealedBlocks)]
+    needed = [*rows, *(blocks.sealed for blocks in sealing.values())]
+    if [id(blocks) for blocks in pools] != [id(blocks) for blocks in needed]:
+        raise ValueError("sealed blocks that are not behind the other pools, or not in their order")
+    if any(layer.pool in sealing and (layer.window or layer.latent) for layer in weights.layers):
         raise ValueError("sealed blocks of layers with windows or latents; needed are others")
 
 

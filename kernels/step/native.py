@@ -288,6 +288,7 @@ class FusedStep:
         self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
+        self._seals = any(isinstance(pool, SealedBlocks) for pool in pools)
         self._pool_pointers = KV.of_pools(pools)
         self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots, weights.beside_slots)
@@ -473,7 +474,8 @@ class FusedStep:
         tables = []
         for table, pool in zip(span.tables, self._pools, strict=True):
             if isinstance(pool, KVBlocks):
-                check_reads(pool, self._most_heads, span.kv_read, span.prefill_mass)
+                chosen = span.kv_read if pool.sealed is not None or not self._seals else None
+                check_reads(pool, self._most_heads, chosen, span.prefill_mass)
                 tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
             elif isinstance(pool, SealedBlocks):
                 tables.append(sealed_ids(table, pool, tokens=span.start + count))

@@ -87,7 +87,7 @@ inline Places places_of(const StepCall& call) {
             continue;
         }
         const KV& kv = call.pools[layer.pool];
-        const bool chooses = places.chosen > 0 && !places.sparse && l >= DENSE_LAYERS;
+        const bool chooses = places.chosen > 0 && !places.sparse && l >= DENSE_LAYERS && kv.seals();
         // rows of layers that read K and V of others may be there alone, whose block is not
         const bool sparse = places.sparse && layer.window == 0 && layer.has_own_kv();
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {

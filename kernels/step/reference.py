@@ -105,6 +105,7 @@ def through(
     kept: dict[int, _Kept] = {}  # K and V of layers that have their own
     for index, layer in enumerate(weights.layers):
         x = residuals[-1]
+        stored: KVFormat = "int8" if format in SEALED and (layer.window or layer.latent) else format
         if layer.altup is not None:
             streams = altup.predict(layer.altup, _streams(weights, x), weights.epsilon)
             x = streams[0]
@@ -123,13 +124,13 @@ def through(
                 turn,
                 heads=layer.heads,
                 scale=layer.scale,
-                format=format,
+                format=stored,
             )
         else:
             if layer.kv_from is None:
-                kept[index] = _keys_and_values(normed, layer, product, turn, format)
+                kept[index] = _keys_and_values(normed, layer, product, turn, stored)
             kv = kept[index if layer.kv_from is None else layer.kv_from]
-            mixed = _attention(normed, layer, product, turn, kv, format)
+            mixed = _attention(normed, layer, product, turn, kv, stored)
         o = _biased(product(mixed, "o"), layer.o_bias)
         post = layer.post_attention_norm, layer.post_attention_norm_bias
         x = x + norm(o, *post, weights.epsilon)

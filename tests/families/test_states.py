@@ -212,6 +212,25 @@ def test_forks_and_saved_sessions(judged: Judged, tmp_path: Path) -> None:
         assert computed(answer.stats) <= 5 + 1
 
 
+def test_sealed_blocks_beside_states(judged: Judged) -> None:
+    """Blocks are sealed from the fourth one on: found again, forked and behind a rewind."""
+    options = {**GREEDY, "logprobs": 1}
+    with judged.load(kv_format="k4v4") as llm:
+        expected = llm.generate(TOKENS[:490], **options)
+    with judged.load(kv_format="k4v4") as llm:
+        llm.generate(TOKENS[:400], **options)
+        again = llm.generate(TOKENS[:490], **options)
+        assert again.stats.cached_tokens >= 2 * BLOCK
+        same(again, expected)
+        session = llm.session()
+        session.append(TOKENS)
+        session.generate(temperature=0, max_tokens=1)
+        branch = session.fork()
+        for each in (session, branch):
+            each.rewind(490)
+            same(each.generate(**options), expected)
+
+
 def test_blocks_on_disk(judged: Judged, tmp_path: Path) -> None:
     with judged.load(kv_cache_dir=tmp_path) as llm:
         llm.generate(TOKENS[:300], **GREEDY)

@@ -381,7 +381,8 @@ class Model:
     def views(self, format: str) -> list[View]:
         """Empty pools of blocks, and a sequence's tables in them."""
         pools = self.pools(format, blocks=5)
-        return [View(pool, table) for pool, table in zip(pools, (TABLE, OTHER_TABLE), strict=False)]
+        tables = TABLE, OTHER_TABLE, TABLE
+        return [View(pool, table) for pool, table in zip(pools, tables, strict=False)]
 
     def pools(self, format: str, *, blocks: int) -> list[KVBlocks | StateBlocks]:
         pools: list[KVBlocks | StateBlocks] = []
@@ -399,10 +400,10 @@ class Model:
             heads = {"kv_heads": members[0].kv_heads, "head_dim": members[0].head_dim}
             latent = members[0].latent
             rank = 0 if latent is None else latent.rank
-            sealed = None
-            if format in SEALED:
-                sealed = allocate_sealed(format=format, **sizes, **heads)
-            pools.append(allocate(format=format, **sizes, **heads, latent=rank, sealed=sealed))
+            seals = format in SEALED and not (rank or members[0].window)
+            sealed = allocate_sealed(format=format, **sizes, **heads) if seals else None
+            kept = "int8" if format in SEALED and not seals else format
+            pools.append(allocate(format=kept, **sizes, **heads, latent=rank, sealed=sealed))
         return [*pools, *(pool.sealed for pool in pools if getattr(pool, "sealed", None))]
 
     def poison(self, views: list[View], start: int) -> None:

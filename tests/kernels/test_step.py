@@ -116,7 +116,15 @@ def test_cuts_and_threads_make_no_difference(
 
 @pytest.mark.parametrize(
     ("compiled", "case"),
-    in_turn((shape, format) for shape in (SHAPES[0], SHAPES[1]) for format in SEALED),
+    in_turn(
+        [
+            *((shape, format) for shape in (SHAPES[0], SHAPES[1]) for format in SEALED),
+            (PARTS["gemma3"], "k4v4"),
+            (SHARED["gemma4"], "k4v2"),
+            (HYBRIDS["short_conv"], "k8v4"),
+            (HYBRIDS["mamba2 beside attention"], "k4v4"),
+        ]
+    ),
     indirect=["compiled"],
     ids=str,
 )

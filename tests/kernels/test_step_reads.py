@@ -22,7 +22,7 @@ class Run:
     """A model's pools of sealed blocks, with the prompts of two sequences in them."""
 
     def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
-        self.model = Model(shape)
+        self.model, self.layers = Model(shape), shape.layers
         self.tokens = (self.model.tokens * 2)[:END]
         self.pools = self.model.pools("k4v4", blocks=14)
         self.step = FusedStep(library, self.model.weights, self.model.ropes, self.pools)
@@ -47,9 +47,11 @@ class Run:
         return found[1]
 
 
-@pytest.fixture
-def run(compiled: ctypes.CDLL) -> Run:
-    return Run(compiled, replace(SHAPES[7], layers=3))
+@pytest.fixture(params=[None, 200], ids=["", "a layer with a window"])
+def run(compiled: ctypes.CDLL, request: pytest.FixtureRequest) -> Run:
+    """The last layer sees all; with a window in the others, it alone chooses."""
+    layers = 3 if request.param is None else 4
+    return Run(compiled, replace(SHAPES[7], layers=layers, window=request.param))
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -70,7 +72,7 @@ def test_rows_of_answers_have_their_bits_in_any_company(run: Run) -> None:
         result = run.step.run([cut], group=group)
         assert result is not None
         entering = result[0]
-    last = run.step.run([span], group=LayerGroup(layers=range(2, 3), entering=entering))
+    last = run.step.run([span], group=LayerGroup(layers=range(2, run.layers), entering=entering))
     assert last is not None
     np.testing.assert_array_equal(last[1], expected)
 

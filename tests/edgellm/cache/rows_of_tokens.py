@@ -16,12 +16,13 @@ from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES, KVBlocks
 from edgellm.kernels.sealed_blocks import sealed_end
 
 CTX, VALUE = 1200, 8
-# In place of windows: a layer whose full blocks are sealed.
+# In place of windows: a layer whose full blocks are sealed, alone or beside one with a window.
 SEALED = ("k4v4",)
+MIXED = (130, "k4v4")
 # In place of windows: layers whose first block and last two stay, beside one with a window.
 BUDGET = ("sinks", 300)
 
@@ -49,7 +50,7 @@ def make(
     )
     cache = KVCache(
         cache_groups(config),
-        format="k4v4" if windows == SEALED else "f32",
+        format="k4v4" if "k4v4" in windows else "f32",
         ctx_size=CTX,
         blocks=blocks,
         policy=Sinks(2) if windows == BUDGET else None,
@@ -79,7 +80,7 @@ def seal(cache: KVCache, sequence: Sequence, count: int) -> None:
     """Write the tokens of each block that `count` more rows seal to its sealed block."""
     if cache.format == "f32":
         return
-    hot, sealed = sequence.tables
+    *_, hot, sealed = sequence.tables
     for number in range(sealed_end(len(sequence)), sealed_end(len(sequence) + count)):
         block, into = hot.at(number), sealed.at(number)
         assert block is not None
@@ -92,20 +93,22 @@ def row_tokens(blocks: KVBlocks, block: int) -> np.ndarray:
     """The tokens of a block's rows, each of which is the largest number of its row of V."""
     if blocks.v_scale is None:
         return np.array([blocks.value_rows(block, 0, row)[0, 0] for row in range(BLOCK)])
+    spread = np.sqrt(VALUE) if blocks.format in SPREAD_VALUES else 1
     with np.errstate(all="ignore"):  # rows that were never written
-        return np.rint(127 * blocks.v_scale[block, 0, 0] / np.sqrt(VALUE))
+        return np.rint(127 * blocks.v_scale[block, 0, 0] / spread)
 
 
 def check_sealed(sequence: Sequence) -> None:
     """What the next token reads is right."""
-    hot, sealed = sequence.tables
-    for table in (hot, sealed):
+    for table in sequence.tables:
         for number in table.store.group.seen(len(sequence)):
             block, tokens = table.at(number), sequence.tokens[number * BLOCK :][:BLOCK]
             assert block is not None
-            rows = row_tokens(hot.store.kv, block)
-            if table is sealed:
-                rows = sealed.store.blocks.arrays[3][block, 0, 0, 0]
+            blocks = table.store.blocks
+            if isinstance(blocks, KVBlocks):
+                rows = row_tokens(blocks, block)
+            else:
+                rows = blocks.arrays[3][block, 0, 0, 0]
             assert rows[: len(tokens)].tolist() == tokens, number
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inspection import most_siblings
-from rows_of_tokens import BUDGET, SEALED, VALUE, check, extend, make, new
+from rows_of_tokens import BUDGET, MIXED, SEALED, VALUE, check, extend, make, new
 
 from edgellm.cache.kv_cache import group_name
 from edgellm.errors import CacheFullError
@@ -18,7 +18,7 @@ from edgellm.kernels.kv_blocks import BLOCK, allocate
 
 
 @pytest.fixture(
-    params=[(None, None), (256, None), (130, None), (300, 300), SEALED, BUDGET], ids=str
+    params=[(None, None), (256, None), (130, None), (300, 300), SEALED, MIXED, BUDGET], ids=str
 )
 def windows(request: pytest.FixtureRequest) -> tuple[int | None, ...]:
     chosen: tuple[int | None, ...] = request.param
@@ -94,7 +94,7 @@ def test_who_restores_a_sequence_may_go_back(
 
 def test_devices_get_what_was_restored(windows: tuple[int | None, ...]) -> None:
     torch = pytest.importorskip("torch")
-    if windows in (SEALED, BUDGET):
+    if windows in (SEALED, MIXED, BUDGET):
         pytest.skip("no device has sealed blocks, or a budget")
     first, cache = make(windows), make(windows)
     tokens = TOKENS[:700]

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows_of_tokens import CTX, SEALED, check, extend, make, new
+from rows_of_tokens import CTX, MIXED, SEALED, check, extend, make, new
 
 from edgellm.cache.groups import CacheGroup, stored_groups
 from edgellm.cache.kv_cache import KVCache
@@ -83,12 +83,13 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@pytest.mark.parametrize("windows", [SEALED, MIXED], ids=str)
+@settings(deadline=None, max_examples=25)
 @given(operations=OPERATIONS, blocks=st.integers(11, 24))
 def test_any_history_keeps_every_sequence_whole(
-    operations: list[tuple[str, int]], blocks: int
+    windows: tuple[int | str, ...], operations: list[tuple[str, int]], blocks: int
 ) -> None:
-    cache = make(SEALED, blocks=blocks)
+    cache = make(windows, blocks=blocks)
     sequences: list[Sequence] = [cache.sequence()]
     for name, number in operations:
         sequence = sequences[number % len(sequences)]
@@ -98,7 +99,7 @@ def test_any_history_keeps_every_sequence_whole(
             check(cache, each)
     for each in sequences:
         each.close()
-    assert used(cache) == [0, 0]
+    assert not any(used(cache))
 
 
 def change(
@@ -130,3 +131,22 @@ def test_what_has_no_sealed_blocks_is_refused() -> None:
         stored_groups([CacheGroup((0,), None, kv_heads=1, head_dim=12)], "k4v4")
     with pytest.raises(OptionError, match="sliding windows"):
         stored_groups([CacheGroup((0,), 40, kv_heads=1, head_dim=8)], "k8v4")
+
+
+def test_layers_with_windows_or_latents_have_int8_beside_others() -> None:
+    groups = [
+        CacheGroup((0,), 40, kv_heads=1, head_dim=12),
+        CacheGroup((1,), None, kv_heads=1, head_dim=8),
+        CacheGroup((2,), None, kv_heads=1, head_dim=8, latent=32),
+    ]
+    stored = [
+        (each.layers, each.part, each.format)
+        for each in stored_groups(groups, "k4v2")
+        if isinstance(each, CacheGroup)
+    ]
+    assert stored == [
+        ((0,), "all", "int8"),
+        ((1,), "hot", "k4v2"),
+        ((2,), "all", "int8"),
+        ((1,), "sealed", "k4v2"),
+    ]
