@@ -11,6 +11,7 @@ from typing import Unpack
 
 from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
+from edgellm.engine.condense import Condensed, check_condensable, condense
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces, run
@@ -134,6 +135,36 @@ class Session:
         self.composed = Composition(
             copied_tokens=copied, computed_tokens=len(new) - copied, alone_tokens=0
         )
+
+    def condense(self, keep: float = 0.3) -> Condensed:
+        """Keep the rows of K and V that it takes to repeat the context; the tokens all stay.
+
+        For a context that is asked about more than once. The model computes it, and then once more
+        to see which rows each KV head of a layer attends to; the others are dropped, in the whole
+        blocks of 128 tokens that there are now. So the session takes less of the KV cache, and its
+        answers less time; they are near those without. What is appended later is kept whole, a
+        rewind into what was condensed computes the context again, and no other prompt begins with
+        any of it. Forks and files of the session are condensed as well (KVzip, arXiv:2505.23416).
+
+        Args:
+            keep: share of the rows that is kept, of all heads together; each has a block.
+
+        Returns:
+            What was dropped.
+
+        Raises:
+            OptionError: the session is shorter than 256 tokens or condensed already, or the
+                model's options leave parts of a context out.
+            UnsupportedModelError: no layer of the model can have a condensed context.
+            ContextOverflowError: the context has no room to repeat 128 tokens.
+            CacheFullError: other answers hold the KV cache.
+        """
+        check_number("keep", keep, 0, 1)
+        check_condensable(self._engine, self._context)
+        call = self._call({})
+        call = replace(call, options=replace(call.options, time_limit_ms=None))
+        work = condense(self._engine, self._context, keep=keep, call=call)
+        return run(self._engine.loop, work)
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""

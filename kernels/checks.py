@@ -26,7 +26,7 @@ from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ,
 MOST_CHOOSING = 96
 
 
-def indices(values: Sequence[int], count: int, what: str) -> NDArray[np.int64]:
+def indices(values: Sequence[int] | NDArray[np.int64], count: int, what: str) -> NDArray[np.int64]:
     """Return `values` as an int64 array, after a check that each is from 0 to `count - 1`.
 
     Args:

@@ -250,6 +250,25 @@ class KVBlocks:
             if scale is not None:
                 scale[target, :, :, :rows] = scale[source, :, :, :rows]
 
+    def copy_head_rows(
+        self, sources: NDArray[np.int64], rows: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> None:
+        """Copy rows of one KV head into whole blocks of one head.
+
+        Args:
+            sources, rows: block of each row, counted in blocks of one KV head, and its place there.
+            targets: blocks that they fill, counted likewise.
+        """
+        to, at = np.repeat(targets, BLOCK), np.tile(np.arange(BLOCK), len(targets))
+        for array, size in ((self.k, PANEL), (self.v, QUAD)):
+            of_heads = array.reshape(-1, *array.shape[3:])
+            copied = of_heads[sources, rows // size, :, rows % size]
+            of_heads[to, at // size, :, at % size] = copied
+        for scale in (self.k_scale, self.v_scale):
+            if scale is not None:
+                of_heads = scale.reshape(-1, BLOCK)
+                of_heads[to, at] = of_heads[sources, rows]
+
     def write(
         self,
         table: BlockTable,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.errors import OptionError
+from edgellm.kernels.head_blocks import HeadBlocks
 from edgellm.kernels.kv_blocks import KV_FORMATS, KVBlocks
 from edgellm.kernels.rope import RopeTable
 from edgellm.kernels.state_blocks import StateRows
@@ -111,6 +112,22 @@ class Sealed(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in _SEALED_POINTERS]
 
 
+class HeadPlaces(ctypes.Structure):
+    """`HeadBlocks` of a sequence; the fields are those of cpu/kv_blocks.h, in their order."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("starts", "places")),
+        *((name, ctypes.c_int32) for name in ("first", "most")),
+    ]
+
+    @classmethod
+    def of(cls, heads: HeadBlocks | None) -> HeadPlaces:
+        """Point at the arrays, which must outlive the structure; None: the context is whole."""
+        if heads is None:
+            return cls()
+        return cls(address(heads.starts), address(heads.places), heads.first, heads.most)
+
+
 class KV(ctypes.Structure):
     """Blocks of a sequence in a pool; the fields are those of cpu/kv_blocks.h, in their order."""
 
@@ -119,6 +136,7 @@ class KV(ctypes.Structure):
         ("sealed", Sealed),
         *((name, ctypes.c_int32) for name in ("layers", "kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("latent", "format", "sealed_pool", "recent")),
+        ("heads", HeadPlaces),
     ]
 
     @classmethod
@@ -129,12 +147,14 @@ class KV(ctypes.Structure):
         sealed: NDArray[np.int64] | None = None,
         *,
         sealed_pool: int = 0,
+        heads: HeadBlocks | None = None,
     ) -> KV:
         """Point at the arrays of pools and at tables, which must outlive the structure.
 
         Args:
             sealed: table of the sealed blocks.
             sealed_pool: number of their pool, in a step.
+            heads: blocks of a condensed context.
         """
         arrays = () if blocks.sealed is None else blocks.sealed.arrays
         return cls(
@@ -152,6 +172,7 @@ class KV(ctypes.Structure):
             KV_FORMATS.index(blocks.format),
             sealed_pool,
             blocks.recent,
+            HeadPlaces.of(heads),
         )
 
     @classmethod

@@ -49,6 +49,7 @@ class Span:
             (`kv_read`).
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
+        shares: see `StepSpan`.
     """
 
     sequence: Sequence
@@ -61,6 +62,7 @@ class Span:
     drafted: int = 0
     answers: bool = False
     all_states: bool = True
+    shares: SequenceOf[Floats | None] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def step_span(span: Span) -> StepSpan:
         adapter=span.adapter,
         adapter_start=span.adapter_start,
         states=span.sequence.states(start, start + len(span.tokens)),
+        heads=span.sequence.heads,
+        shares=span.shares,
     )
 
 

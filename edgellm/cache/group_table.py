@@ -420,8 +420,10 @@ class ShiftingTable:
     @staticmethod
     def lacks_kept(table: GroupTable, *, keep: int, length: int) -> bool:
         """Whether the shift would make a window see kept tokens whose blocks were given back."""
-        first = table.store.group.first_block(length)
-        return first < -(-keep // BLOCK) and table.first > first
+        group = table.store.group
+        first = group.first_block(length)
+        # a group that keeps all has passed blocks where the context is condensed
+        return table.first > first and (group.keeps_all or first < -(-keep // BLOCK))
 
     @staticmethod
     def needs(table: GroupTable, *, keep: int, discard: int, length: int) -> int:

@@ -11,6 +11,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -31,11 +32,20 @@ from edgellm.cache.groups import (
     rows_at_once,
     stored_groups,
 )
+from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED, KVFormat, SealedBlocks, allocate
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    KV_FORMATS,
+    SEALED,
+    KVBlocks,
+    KVFormat,
+    SealedBlocks,
+    allocate,
+)
 from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.state_blocks import allocate_states
 
@@ -56,6 +66,22 @@ class Holder(Protocol):
 
     def give_back(self) -> None:
         """Release the blocks."""
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """K and V of a sequence outside the cache.
+
+    Attributes:
+        firsts: number of the first whole block in each group.
+        heads: of a condensed context, the number of blocks of each KV head in each group, None
+            where it is whole.
+        data: the blocks, group by group.
+    """
+
+    firsts: list[int]
+    heads: list[list[int] | None]
+    data: bytes | memoryview
 
 
 class KVCache:
@@ -281,12 +307,8 @@ class KVCache:
             sequence.close()
         return self.index.match(tokens, root=root).length
 
-    def pack(self, sequence: Sequence) -> tuple[list[int], bytes]:
-        """Pack the K and V of a sequence as bytes, without most blocks that windows have passed.
-
-        Returns:
-            The number of the first block packed of each group, and the blocks, group by group.
-        """
+    def pack(self, sequence: Sequence) -> PackedBlocks:
+        """Pack the K and V of a sequence as bytes, without most blocks that windows have passed."""
         firsts, parts = [], []
         for table in sequence.tables:
             known = sequence.known(table)
@@ -295,20 +317,33 @@ class KVCache:
             gaps = (i for i in range(1, len(known)) if numbers[i] != numbers[i - 1] + 1)
             run = max(gaps, default=0)
             firsts.append(numbers[run] if known else table.first)
+            if isinstance(table, HeadTable):
+                ids, run = [*table.of_heads, *ids], len(table.of_heads)
             rows = max(0, len(sequence) - (firsts[-1] - run) * BLOCK)
             parts.append(pack(table.store.on_host(ids), ids, tokens=rows))
-        return firsts, b"".join(parts)
+        heads = [None if each is None else np.diff(each.starts).tolist() for each in sequence.heads]
+        return PackedBlocks(firsts, heads, b"".join(parts))
 
-    def can_begin(self, firsts: SequenceOf[int], length: int) -> bool:
+    def can_begin(
+        self, firsts: SequenceOf[int], heads: SequenceOf[SequenceOf[int] | None], length: int
+    ) -> bool:
         """Whether a sequence of `length` tokens can go on with blocks from `firsts` on.
 
         Args:
-            firsts: number of the first block in each group.
-            length: number of tokens of the sequence.
+            firsts, heads: see `PackedBlocks`.
         """
-        limits = [group.group.first_block(length) for group in self.groups]
-        if len(firsts) != len(limits):
+        if len(firsts) != len(self.groups) or len(heads) not in (0, len(self.groups)):
             return False
+        limits = [group.group.first_block(length) for group in self.groups]
+        for number, counts in enumerate(heads):
+            blocks = self.groups[number].blocks
+            if counts is None:
+                continue
+            if not isinstance(blocks, KVBlocks) or len(counts) != blocks.layers * blocks.kv_heads:
+                return False
+            if not all(1 <= count <= firsts[number] for count in counts):
+                return False
+            limits[number] = length // BLOCK
         return all(first <= limit for first, limit in zip(firsts, limits, strict=True))
 
     def unpack(self, sequence: Sequence, data: memoryview) -> bool:

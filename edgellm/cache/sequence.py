@@ -14,10 +14,15 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.group_table import GroupTable, ShiftingTable, StateTable
+from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, Root, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
+from edgellm.kernels.head_blocks import HeadBlocks
 from edgellm.kernels.kv_blocks import BLOCK, KVView
 from edgellm.kernels.state_blocks import StateRows, StateView
 
@@ -179,7 +184,12 @@ class Sequence:
             table.pass_window(len(self))
             table.grow(end, self._allocate)
 
-    def open_seen(self, end: int, firsts: SequenceOf[int] | None = None) -> None:
+    def open_seen(
+        self,
+        end: int,
+        firsts: SequenceOf[int] | None = None,
+        heads: SequenceOf[SequenceOf[int] | None] = (),
+    ) -> None:
         """Make positions up to `end` writable, but only in blocks that later tokens see.
 
         For K and V that are read instead of computed.
@@ -187,7 +197,13 @@ class Sequence:
         Args:
             firsts: number of the first block in each group; None: the first that tokens from
                 position `end` on see.
+            heads: blocks of each KV head in each group, None where it is whole; of a condensed
+                context.
         """
+        for group, counts in enumerate(heads):
+            if counts is not None and firsts is not None:
+                store = self.tables[group].store
+                self.tables[group] = HeadTable.of(store, counts, firsts[group], self._allocate)
         for group, table in enumerate(self.tables):
             seen = table.store.group.first_block(end)
             table.open_from(seen if firsts is None else firsts[group], end, self._allocate)
@@ -250,6 +266,32 @@ class Sequence:
         other = Sequence(self._cache, tables, list(self.tokens), root=self.root)
         other.shareable = self.shareable
         return other
+
+    @property
+    def heads(self) -> list[HeadBlocks | None]:
+        """Blocks of a condensed context in each group, None where it is whole; empty: it is in all
+        groups."""
+        heads = [table.heads if isinstance(table, HeadTable) else None for table in self.tables]
+        return heads if any(heads) else []
+
+    def condense(self, rows: SequenceOf[SequenceOf[NDArray[np.int64]] | None], blocks: int) -> None:
+        """Drop rows of K and V of the first blocks; the tokens stay, and no other sequence begins
+        with any of them.
+
+        Args:
+            rows: rows that each KV head of the layers of each group keeps, whole blocks of them;
+                None: all.
+            blocks: number of blocks of which the others are dropped.
+
+        Raises:
+            CacheFullError: no block is free; the groups before are condensed already.
+        """
+        self.shareable = 0
+        for group, kept in enumerate(rows):
+            if kept is not None:
+                self.tables[group] = HeadTable.condensed(
+                    self.tables[group], kept, blocks, self._allocate
+                )
 
     def rename(self, root: Root) -> None:
         """Go on under another root, without the tokens whose K and V are not the same there."""
@@ -421,80 +463,3 @@ class Sequence:
         gc.collect()
         self._cache.close_dropped()
         return reserve()
-
-
-class Growth(Sequence):
-    """A fork of a sequence with room reserved for more tokens.
-
-    It serves a thread beside the engine's, or tokens that go through the layers in several steps.
-    The engine's thread makes it, and ends it with `land` or `close`. Calls of a back end in between
-    change no pool and no index, and the blocks stay its own whatever happens to the sequence that
-    it was forked from.
-
-    Attributes:
-        start: length of the sequence when the fork was made.
-    """
-
-    def __init__(self, base: Sequence, count: int) -> None:
-        """Fork `base`, and reserve room for `count` tokens.
-
-        Raises:
-            ContextOverflowError, CacheFullError: see `Sequence.reserve`.
-        """
-        self._away = False
-        tables = [table.shared(len(base)) for table in base.tables]
-        super().__init__(base._cache, tables, list(base.tokens), root=base.root)
-        self.shareable = base.shareable
-        self.start = len(base)
-        try:
-            self.reserve(count)
-        except CacheFullError:
-            self.truncate(0)  # at once: the exception keeps this object alive
-            raise
-        self._away = True
-
-    def land(self) -> Sequence:
-        """End the growth, and return its tokens as a sequence that other sequences can share.
-
-        Layers with states have those at snapshots and at the end of the whole growth alone, so
-        one that was not computed to its end becomes shorter.
-        """
-        computed = self.tokens[self.start :]
-        self._away = False
-        del self.tokens[self.start :]
-        self.commit(computed)
-        self.truncate(len(self))
-        sequence = self.fork()
-        self.truncate(0)
-        return sequence
-
-    def close(self) -> None:
-        """End the growth and give its blocks back, see `Sequence.close`."""
-        if self._away:
-            self.land().close()
-        else:
-            super().close()
-
-    def reserve(self, count: int, *, windowed: bool = True, drafted: int = 0) -> None:
-        """Reserve positions, see `Sequence.reserve`; no effect on room that is reserved already."""
-        if not self._away:
-            super().reserve(count, windowed=windowed, drafted=drafted)
-
-    def open(self, end: int) -> None:
-        """Make positions writable, see `Sequence.open`; no effect on room reserved already."""
-        if not self._away:
-            super().open(end)
-
-    def commit(self, tokens: SequenceOf[int]) -> None:
-        """Count tokens, see `Sequence.commit`; other sequences find them after `land`."""
-        if self._away:
-            self.tokens.extend(tokens)
-        else:
-            super().commit(tokens)
-
-    def truncate(self, length: int) -> None:
-        """Drop tokens, see `Sequence.truncate`; their room and its content stay."""
-        if self._away:
-            del self.tokens[length:]
-        else:
-            super().truncate(length)

@@ -31,7 +31,7 @@ class SavedSession:
         tokens: token ids of the session.
         computed: number of leading tokens whose K and V are in the blocks.
         shareable: see `Sequence`.
-        firsts: number of the first saved block of each cache group.
+        firsts, heads: see `PackedBlocks`.
         adapter: digest of the adapter that K and V depend on; "": none.
         adapter_name: name that it had, for people.
         adapter_start: position of the first token that it changes.
@@ -46,19 +46,20 @@ class SavedSession:
     shareable: int | None = None
     arithmetic: str = ""
     firsts: list[int] = field(default_factory=list)
+    heads: list[list[int] | None] = field(default_factory=list)
     adapter: str = ""
     adapter_name: str = ""
     adapter_start: int = 0
 
 
-def write_session(path: Path, saved: SavedSession, blocks: bytes) -> None:
+def write_session(path: Path, saved: SavedSession, blocks: bytes | memoryview) -> None:
     """Write a session file, whole or not at all.
 
     Raises:
         OptionError: the file cannot be written at `path`.
     """
     header = json.dumps(asdict(saved)).encode()
-    body = len(header).to_bytes(4, "little") + header + blocks
+    body = b"".join((len(header).to_bytes(4, "little"), header, blocks))
     delete_abandoned(path.parent, of=path.name)
     try:
         with replacing_file(path, private=True) as partial:
@@ -122,6 +123,10 @@ def _header(path: Path, text: bytes) -> SavedSession:
     right = right and type(saved.adapter_start) is int and saved.adapter_start >= 0
     right = right and isinstance(saved.firsts, list)
     right = right and all(type(first) is int and first >= 0 for first in saved.firsts)
+    right = right and isinstance(saved.heads, list)
+    for counts in saved.heads if right else ():
+        right = right and (counts is None or isinstance(counts, list))
+        right = right and all(type(count) is int and count > 0 for count in counts or ())
     if saved.shareable is not None:
         right = right and type(saved.shareable) is int and 0 <= saved.shareable <= saved.computed
     if not right:

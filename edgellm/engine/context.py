@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from edgellm.cache.kv_cache import PackedBlocks
 from edgellm.cache.prefix_index import CacheEnd, Root, common_prefix
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.session_file import SavedSession, read_session, write_session
@@ -20,22 +21,16 @@ from edgellm.generation_options import FullContext
 
 @dataclass(frozen=True)
 class _Swapped:
-    """Tokens and blocks that were taken out of the KV cache.
-
-    Attributes:
-        firsts: number of the first block of each cache group; see `KVCache.pack`.
-    """
+    """Tokens and blocks that were taken out of the KV cache."""
 
     tokens: list[int]
     shareable: int | None
-    firsts: list[int]
-    blocks: bytes
+    blocks: PackedBlocks
 
     @classmethod
     def of(cls, sequence: Sequence, engine: LoadedModel) -> _Swapped:
         """Copy the tokens and blocks of a sequence."""
-        firsts, blocks = engine.cache.pack(sequence)
-        return cls(list(sequence.tokens), sequence.shareable, firsts, blocks)
+        return cls(list(sequence.tokens), sequence.shareable, engine.cache.pack(sequence))
 
 
 class Answering(Protocol):
@@ -235,12 +230,13 @@ class Context:
             computed=len(packed.tokens),
             shareable=packed.shareable,
             arithmetic=engine.arithmetic,
-            firsts=packed.firsts,
+            firsts=packed.blocks.firsts,
+            heads=packed.blocks.heads,
             adapter=digest_of(self.adapter),
             adapter_start=self.adapter_start,
             adapter_name="" if self.adapter is None else self.adapter.name,
         )
-        write_session(path, saved, packed.blocks)
+        write_session(path, saved, packed.blocks.data)
 
     def _packed(self) -> tuple[list[int], _Swapped]:
         """Return the tokens that a reader has, and the blocks of the first ones of them."""
@@ -269,7 +265,7 @@ class Context:
             tokens = self.checked("tokens", saved.tokens)
         except OptionError as error:
             raise SessionFileError(f"{path}: {error}") from None
-        if not engine.cache.can_begin(saved.firsts, saved.computed):
+        if not engine.cache.can_begin(saved.firsts, saved.heads, saved.computed):
             raise SessionFileError(f"{path}: its header is damaged; save the session again")
         # K and V of another back end are for this session, and not for others to find
         shareable = saved.shareable if saved.arithmetic == engine.arithmetic else 0
@@ -277,7 +273,8 @@ class Context:
         def fill() -> bool:
             self.sequence.truncate(0)
             self.sequence.rename(self._root_of(self.adapter, saved.adapter_start))
-            if not self._fill(tokens[: saved.computed], shareable, saved.firsts, data):
+            blocks = PackedBlocks(saved.firsts, saved.heads, data)
+            if not self._fill(tokens[: saved.computed], shareable, blocks):
                 return False
             self.tokens = tokens
             self.rest()
@@ -286,14 +283,12 @@ class Context:
         if not engine.thread.call(fill):
             raise SessionFileError(f"{path}: damaged or truncated; save the session again")
 
-    def _fill(
-        self, tokens: list[int], shareable: int | None, firsts: list[int], blocks: memoryview
-    ) -> bool:
+    def _fill(self, tokens: list[int], shareable: int | None, blocks: PackedBlocks) -> bool:
         """Fill an empty sequence with the result of `KVCache.pack`; False if the size differs."""
         sequence = self.sequence
         with sequence.reserved(len(tokens), windowed=False):
-            sequence.open_seen(len(tokens), firsts)
-            if not self.engine.cache.unpack(sequence, blocks):
+            sequence.open_seen(len(tokens), blocks.firsts, blocks.heads)
+            if not self.engine.cache.unpack(sequence, memoryview(blocks.data)):
                 return False
             sequence.shareable = shareable
             sequence.commit(tokens)
@@ -352,8 +347,7 @@ class Context:
         swapped = self._swapped
         if swapped is not None:
             self.sequence.truncate(0)
-            blocks = memoryview(swapped.blocks)
-            self._fill(swapped.tokens, swapped.shareable, swapped.firsts, blocks)
+            self._fill(swapped.tokens, swapped.shareable, swapped.blocks)
             self._swapped = None
             self._truncate_to(self.tokens)  # the session may have changed since
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Span
-from edgellm.cache.sequence import Growth, Sequence
+from edgellm.cache.growth import Growth
+from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_number
 from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
 from edgellm.engine.prompt_rows import Parking, PromptRows, StallFree, StepBudget

@@ -158,7 +158,7 @@ def _copied(context: Context, source: Context, start: int) -> int:
     """Append a source's tokens from `start` on; returns how many, none under another adapter."""
     with awake(context), awake(source):
         count = source.cached - start
-        complete = context.cached == len(context.tokens)
+        complete = context.cached == len(context.tokens) and not source.sequence.heads
         if count <= 0 or not complete or context.sequence.root != source.sequence.root:
             return 0
         append_turned(context, source.sequence, start)

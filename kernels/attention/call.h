@@ -34,19 +34,24 @@ constexpr int MAX_HEAD_DIM = 512;  // the largest whose scores of int8 numbers f
 inline int split_count(int keys) { return (keys + SPLIT - 1) / SPLIT; }
 
 // Numbers of the blocks that the rows of a walk read, in their order: those that `chosen` names, or all but the `gap`
-// ones behind the first.
+// ones behind the first `front`.
 struct BlockList {
     const int32_t* chosen;
-    int count, gap;
+    int count, gap, front;
 
-    int operator[](int i) const { return chosen ? chosen[i] : i > 0 ? i + gap : 0; }
+    int operator[](int i) const { return chosen ? chosen[i] : i < front ? i : i + gap; }
     int splits() const { return (count + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS; }
 };
 
-// The blocks of K and V that a row at a position sees.
-inline BlockList blocks_seen(const KV& kv, int position) {
-    const int own = position / BLOCK, gap = kv.recent ? std::max(0, own - kv.recent) : 0;
-    return {nullptr, own + 1 - gap, gap};
+// The blocks of K and V that a row at a position sees. The first numbers stand for a head's own blocks, if it has some.
+inline BlockList blocks_seen(const KV& kv, int position, int layer, int kv_head) {
+    const int own = position / BLOCK;
+    if (kv.heads.first) {
+        const int count = kv.heads.count(layer * kv.kv_heads + kv_head), gap = kv.heads.first - count;
+        return {nullptr, own + 1 - gap, gap, count};
+    }
+    const int gap = kv.recent ? std::max(0, own - kv.recent) : 0;
+    return {nullptr, own + 1 - gap, gap, 1};
 }
 
 // Blocks of query positions `from` to before `to`.
@@ -74,7 +79,7 @@ struct BlockLists {
     BlockList operator[](int block) const {
         if (!of.has(block)) return {};
         const int32_t* list = lists + (block - of.from) * stride;
-        return {list + 1, list[0], 0};
+        return {list + 1, list[0], 0, 0};
     }
 };
 

@@ -87,6 +87,7 @@ struct AttendTask {
 
 #include "best_blocks.h"
 #include "heavy_blocks.h"
+#include "key_shares.h"
 
 template <typename Rows>
 class Walk {
@@ -94,7 +95,9 @@ public:
     Walk(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task)
         : kv_(kv), queries_(queries), task_(task), group_(queries.heads / kv.kv_heads),
           step_(padded(kv.value_dim())),
-          blocks_(task.chosen.count ? task.chosen : edgellm::blocks_seen(kv, position(task.rows - 1))),
+          blocks_(task.chosen.count
+                      ? task.chosen
+                      : edgellm::blocks_seen(kv, position(task.rows - 1), task.layer, task.kv_head)),
           memory_(static_cast<char*>(edgellm::scratch(total_bytes()))),
           rows_(kv, memory_) {
         float* floats = reinterpret_cast<float*>(memory_ + (Rows::bytes(kv) + 63) / 64 * 64);

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.checks import block_ids, check_reads, floats, sealed_ids
+from edgellm.kernels.head_blocks import HeadBlocks, check_heads
 from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks
 from edgellm.kernels.native import KV, address
 
@@ -41,12 +42,14 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: NDArray[np.float32] | None = None,
+    condensed: HeadBlocks | None = None,
     threads: int = 1,
 ) -> NDArray[np.float32]:
     """Attend over the KV blocks of a sequence; see `attend` in `__init__.py`.
 
     Args:
         library: the compiled kernels.
+        condensed: blocks of KV heads in place of the first ones.
 
     Raises:
         ValueError: heads, layer, queries, block table or what is read of it do not fit the pool.
@@ -65,12 +68,14 @@ def attend(
         into = sealed_ids(sealed, blocks.sealed, tokens=start + tokens)
     elif blocks.format in SEALED:
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
-    if window and (kv_read or prefill_mass or blocks.recent):
+    if window and (kv_read or prefill_mass or blocks.recent or condensed):
         raise ValueError(f"a window of {window} and blocks that are left out; only one is allowed")
+    if condensed is not None:
+        check_heads(condensed, blocks, start=start)
     check_reads(blocks, heads, kv_read, prefill_mass)
     out = np.empty((tokens, heads, blocks.latent or blocks.head_dim), np.float32)
     call = _Call(
-        KV.of(blocks, ids, into),
+        KV.of(blocks, ids, into, heads=condensed),
         address(queries),
         heads,
         tokens,

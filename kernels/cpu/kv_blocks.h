@@ -44,6 +44,16 @@ struct BlockPlace {
     bool sealed;  // which pool
 };
 
+// Blocks of a condensed context, see kernels/head_blocks.py: in place of blocks before number `first` each KV head of
+// a layer has full blocks of its own. The same fields, in the same order, as in native.py.
+struct HeadBlocks {
+    const int64_t* starts;  // [layers * kv_heads + 1], where a head's blocks begin in `places`
+    const int64_t* places;  // blocks of one KV head, counted in such blocks of the whole pool
+    int32_t first, most;    // first 0: none; most: of any head
+
+    int count(int head) const { return static_cast<int>(starts[head + 1] - starts[head]); }
+};
+
 // One sequence's part of the pool; the same fields, in the same order, as in native.py.
 struct KV {
     void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
@@ -55,6 +65,7 @@ struct KV {
     int32_t layers, kv_heads, head_dim, latent, format;
     int32_t sealed_pool;       // of a step's pools, the one whose table `sealed` has
     int32_t recent;            // last blocks that a row sees beside the first one, its own among them; 0: all
+    HeadBlocks heads;
 
     // Latents stand in place of V, and are a part of each key as well, behind what `k` has of it.
     int value_dim() const { return latent ? latent : head_dim; }
@@ -107,6 +118,8 @@ struct KV {
     // What a query at position `from` reads of the block of a position.
     BlockPlace place(int position, int from, int layer, int kv_head) const {
         const int block = position / BLOCK;
+        if (block < heads.first)
+            return {size_t(heads.places[heads.starts[layer * kv_heads + kv_head] + block]) * BLOCK, false};
         if (!seals() || block == 0 || block >= sealed_end(from + 1))
             return {first_row(position, layer, kv_head), false};
         return {first_row_in(sealed.table[block], layer, kv_head), true};

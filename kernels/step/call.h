@@ -125,11 +125,14 @@ struct Span {
     const int64_t* const* tables;  // the sequence's block ids in each pool
     const Adapter* adapter;        // may be null
     const StateSpan* states;       // in each pool; null where no layer has a state
+    const HeadBlocks* heads;       // in each pool; null where the context is whole
+    float* const* shares;          // in each pool, to be raised to what rows give to keys; null: are not asked for
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
     int32_t adapter_start;         // the first so many of them go without the adapter
     int32_t kv_read;               // tokens that each row reads at most, in layers behind the first ones; 0: all
     float mass;                    // share of the attention that whole blocks of rows read; 0: all
+    int32_t share_blocks;          // blocks of keys whose shares are asked for
 
     BlockRange sparse_blocks() const { return edgellm::sparse_blocks(start, rows, mass); }
     bool chooses() const { return kv_read > 0 && start + rows > kv_read / BLOCK * BLOCK; }

@@ -212,6 +212,30 @@ protected:
         attention(worker, layer, heads);
         every_row(
             worker, [&](int r) { join_splits(layer, heads, attended, r); }, weights(layer.o), readers_behind(layer));
+        tell_shares(worker, layer, heads);
+    }
+
+    // Raises the shares that spans ask for to what their rows give to the keys of a layer.
+    void tell_shares(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
+        constexpr int RUN = 8;  // blocks, for which queries are rounded once
+        const auto items = [&](int s) {
+            const edgellm::Span& span = call_.spans[s];
+            const bool asked = span.shares && span.shares[layer.pool] && layer.has_own_kv();
+            return asked ? (span.share_blocks + RUN - 1) / RUN * heads.kv_heads : 0;
+        };
+        int count = 0;
+        for (int s = 0; s < call_.span_count; ++s) count += items(s);
+        if (count == 0) return;
+        worker.each(count, [&](int item) {
+            int s = 0;
+            for (; item >= items(s); ++s) item -= items(s);
+            const edgellm::Span& span = call_.spans[s];
+            const int kv_head = item % heads.kv_heads, from = item / heads.kv_heads * RUN;
+            const size_t head = size_t(layer.slot) * heads.kv_heads + kv_head;
+            raise_shares(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, kv_head, from,
+                         std::min(from + RUN, span.share_blocks), part(heads, s, 0, kv_head, 0),
+                         span.shares[layer.pool] + head * span.share_blocks * edgellm::BLOCK);
+        });
     }
 
     // Seals the blocks that a row of a span is the first to read so.
@@ -276,6 +300,7 @@ protected:
         edgellm::KV kv = call_.pools[layer.pool];
         kv.table = call_.spans[span].tables[layer.pool];
         if (kv.seals()) kv.sealed.table = call_.spans[span].tables[kv.sealed_pool];
+        if (call_.spans[span].heads) kv.heads = call_.spans[span].heads[layer.pool];
         return kv;
     }
 
@@ -362,7 +387,7 @@ protected:
         if (!heads.spans[at.span].chooses) return {};
         const int row = places_.spans[at.span].row + at.run;
         return {chosen(heads, row, at.kv_head),
-                edgellm::blocks_read(position(row), call_.spans[at.span].kv_read), 0};
+                edgellm::blocks_read(position(row), call_.spans[at.span].kv_read), 0, 0};
     }
 
     // The block that a task begins with.
@@ -371,7 +396,7 @@ protected:
         const edgellm::Span& span = call_.spans[at.span];
         const edgellm::KV kv = kv_of(layer, at.span);
         edgellm::BlockList blocks = chosen(heads, at);
-        if (blocks.count == 0) blocks = edgellm::blocks_seen(kv, span.start + span.rows - 1);
+        if (blocks.count == 0) blocks = edgellm::blocks_seen(kv, span.start + span.rows - 1, layer.slot, at.kv_head);
         const int block = blocks[std::min(at.split * edgellm::SPLIT_BLOCKS, blocks.count - 1)];
         return kv.place(block * edgellm::BLOCK, span.start, layer.slot, at.kv_head);
     }

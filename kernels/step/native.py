@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup.native import AltUpLayer
-from edgellm.kernels.checks import block_ids, check_reads, check_rope, indices, sealed_ids
+from edgellm.kernels.checks import check_rope, indices
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.experts.native import (
     ROUTER_VECTORS,
@@ -20,24 +20,17 @@ from edgellm.kernels.experts.native import (
     SharedExpertLayer,
 )
 from edgellm.kernels.kv_append.native import NormPointers
-from edgellm.kernels.kv_blocks import KVBlocks, SealedBlocks
 from edgellm.kernels.latent.native import LatentLayer
 from edgellm.kernels.linear import PANEL
 from edgellm.kernels.linear.native import LinearLayer, layer_of
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.lora.native import NativeAdapter
-from edgellm.kernels.native import KV, Rope, StateTarget, address
+from edgellm.kernels.native import KV, Rope, address
 from edgellm.kernels.rope import RopeTable
-from edgellm.kernels.state_blocks import StateBlocks, StateView
 from edgellm.kernels.step.checks import Pool, check_adapter, check_pools, check_weights
 from edgellm.kernels.step.native_mixers import MIXERS
-from edgellm.kernels.step.span import (
-    LayerGroup,
-    StepSpan,
-    check_group,
-    check_spans,
-    check_states,
-)
+from edgellm.kernels.step.native_spans import NativeSpan, span_parts
+from edgellm.kernels.step.span import LayerGroup, StepSpan, check_group, check_spans
 from edgellm.kernels.step.weights import (
     ACTIVATIONS,
     VECTORS,
@@ -125,33 +118,6 @@ class _Transformer(ctypes.Structure):
     ]
 
 
-class _Span(ctypes.Structure):
-    """Span of a step; the fields are those of call.h, in their order."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tables", "adapter", "states")),
-        *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
-        *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
-        ("mass", ctypes.c_float),
-    ]
-
-
-class _StateSpan(ctypes.Structure):
-    """States of a span in a pool; the fields are those of call.h, in their order."""
-
-    _fields_ = [("source", ctypes.c_void_p), ("targets", ctypes.POINTER(StateTarget))]
-
-    @classmethod
-    def of(cls, view: StateView | None) -> _StateSpan:
-        if view is None:
-            return cls()
-        states = view.blocks.states
-        first, size = address(states) or 0, states.strides[0]
-        targets = [StateTarget(first + block * size, rows) for rows, block in view.targets]
-        source = None if view.source is None else first + view.source * size
-        return cls(source, (StateTarget * len(targets))(*targets))
-
-
 class _Call(ctypes.Structure):
     """Arguments of one step; the fields are those of call.h, in their order."""
 
@@ -159,7 +125,7 @@ class _Call(ctypes.Structure):
         ("model", ctypes.POINTER(_Transformer)),
         ("pools", ctypes.POINTER(KV)),
         ("ropes", ctypes.POINTER(Rope)),
-        ("spans", ctypes.POINTER(_Span)),
+        ("spans", ctypes.POINTER(NativeSpan)),
         *((name, ctypes.c_void_p) for name in ("tokens", "entering", "states", "logits")),
         ("workspace", ctypes.c_void_p),
         ("should_stop", _ShouldStop),
@@ -284,13 +250,10 @@ class FusedStep:
         self._library = library
         self._weights = weights
         self._ropes = list(ropes)
-        self._most_heads = weights.most_heads
         self._positions = min(len(table.cos) for table in ropes)
         self._rope_pointers = (Rope * len(ropes))(*map(Rope.of, ropes))
         self._pools = list(pools)
-        self._seals = any(isinstance(pool, SealedBlocks) for pool in pools)
         self._pool_pointers = KV.of_pools(pools)
-        self._has_states = any(isinstance(pool, StateBlocks) for pool in pools)
         layers = map(_layer, weights.layers, weights.slots, weights.beside_slots)
         self._layers = (_Layer * len(weights.layers))(*layers)
         table, streams = weights.layer_table, weights.streams
@@ -352,9 +315,10 @@ class FusedStep:
         check_spans(spans, pools=len(self._pools))
         tokens = [token for span in spans for token in span.tokens]
         ids = indices(tokens, weights.embedding.outputs, "token id")
-        tables = [self._tables(span) for span in spans]
-        pointers = [np.array([address(table) for table in each], np.uint64) for each in tables]
-        states_of = [self._states(span) for span in spans]
+        parts = [
+            span_parts(span, self._pools, positions=self._positions, most_heads=weights.most_heads)
+            for span in spans
+        ]
         rows = sum(span.logit_rows for span in spans)
         layers, hidden = len(weights.layers), weights.embedding.inputs
         group = group or LayerGroup(layers=range(layers))
@@ -374,20 +338,10 @@ class FusedStep:
             ctypes.pointer(self._model),
             self._pool_pointers,
             self._rope_pointers,
-            (_Span * len(spans))(
+            (NativeSpan * len(spans))(
                 *(
-                    _Span(
-                        address(at),
-                        self._adapter(span.adapter),
-                        None if of is None else ctypes.addressof(of),
-                        len(span.tokens),
-                        span.start,
-                        span.logit_rows,
-                        span.adapter_start,
-                        span.kv_read or 0,
-                        span.prefill_mass or 0.0,
-                    )
-                    for span, at, of in zip(spans, pointers, states_of, strict=True)
+                    each.span(span, self._adapter(span.adapter))
+                    for span, each in zip(spans, parts, strict=True)
                 )
             ),
             address(ids),
@@ -459,37 +413,3 @@ class FusedStep:
             check_adapter(adapter, self._weights)
             known = self._adapters[adapter] = NativeAdapter(adapter)
         return known.address
-
-    def _tables(self, span: StepSpan) -> list[NDArray[np.int64]]:
-        """Return a span's block ids in each pool, after checks.
-
-        Raises:
-            ValueError: a block or position does not exist, or what is to be read is refused.
-        """
-        count = len(span.tokens)
-        if span.start + count > self._positions:
-            raise ValueError(
-                f"position {span.start + count} is beyond the {self._positions} of the RoPE table"
-            )
-        tables = []
-        for table, pool in zip(span.tables, self._pools, strict=True):
-            if isinstance(pool, KVBlocks):
-                chosen = span.kv_read if pool.sealed is not None or not self._seals else None
-                check_reads(pool, self._most_heads, chosen, span.prefill_mass)
-                tables.append(block_ids(table, pool.count, start=span.start, tokens=count))
-            elif isinstance(pool, SealedBlocks):
-                tables.append(sealed_ids(table, pool, tokens=span.start + count))
-            else:
-                tables.append(np.empty(0, np.int64))
-        return tables
-
-    def _states(self, span: StepSpan) -> ctypes.Array[_StateSpan] | None:
-        """Return a span's states in each pool, after checks; None where no layer has a state.
-
-        Raises:
-            ValueError: see `check_states`.
-        """
-        if not self._has_states:
-            return None
-        check_states(span, self._pools)
-        return (_StateSpan * len(span.states))(*map(_StateSpan.of, span.states))

@@ -24,7 +24,7 @@ struct Tasks {
 // Heads of attention, and the tasks of all spans in layers that have them; behind the last one the totals.
 struct Heads {
     int heads, kv_heads, head_dim, key_dim, value_dim, group;  // group: query heads of each KV head
-    int recent;    // as in KV
+    int pool;      // of their layers
     bool chooses;  // whether rows may read a part of what they see
     bool sparse;   // whether whole blocks of rows may
     std::vector<Tasks> spans;
@@ -43,9 +43,11 @@ struct Places {
     bool sparse = false;       // whether blocks of rows choose
 };
 
-inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool chooses, bool sparse) {
+inline Heads heads_of(const StepCall& call, const Layer& layer, bool chooses, bool sparse) {
+    const KV& kv = call.pools[layer.pool];
+    const int heads = layer.heads;
     Heads result{heads, kv.kv_heads, kv.head_dim, kv.key_dim(), kv.value_dim(), heads / kv.kv_heads,
-                 kv.recent, chooses, sparse, {{}}};
+                 layer.pool, chooses, sparse, {{}}};
     result.spans.reserve(call.span_count + 1);
     for (int s = 0; s < call.span_count; ++s) {
         const Span& span = call.spans[s];
@@ -54,7 +56,8 @@ inline Heads heads_of(const StepCall& call, int heads, const KV& kv, bool choose
         tasks.chooses = chooses && span.chooses();
         tasks.run = tasks.chooses ? result.group : ROWS_PER_TASK;
         tasks.runs = (rows + tasks.run - 1) / tasks.run;
-        BlockList blocks = blocks_seen(kv, last);
+        BlockList blocks = blocks_seen(kv, last, 0, 0);
+        if (span.heads) blocks.count += span.heads[layer.pool].most - span.heads[layer.pool].first;
         if (tasks.chooses) blocks.count = blocks_read(last, span.kv_read);
         tasks.splits = rows > ROWS_PER_TASK ? 1 : blocks.splits();
         const Tasks next{tasks.first + kv.kv_heads * tasks.runs * tasks.splits, 0, 0, 0,
@@ -92,11 +95,11 @@ inline Places places_of(const StepCall& call) {
         const bool sparse = places.sparse && layer.window == 0 && layer.has_own_kv();
         const auto alike = std::find_if(places.kinds.begin(), places.kinds.end(), [&](const Heads& each) {
             return each.heads == layer.heads && each.kv_heads == kv.kv_heads && each.head_dim == kv.head_dim &&
-                   each.key_dim == kv.key_dim() && each.recent == kv.recent && each.chooses == chooses &&
+                   each.key_dim == kv.key_dim() && each.pool == layer.pool && each.chooses == chooses &&
                    each.sparse == sparse;
         });
         places.kind_of.push_back(static_cast<int>(alike - places.kinds.begin()));
-        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer.heads, kv, chooses, sparse));
+        if (alike == places.kinds.end()) places.kinds.push_back(heads_of(call, layer, chooses, sparse));
     }
     return places;
 }

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BlockTable
+from edgellm.kernels.head_blocks import HeadBlocks
+from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 
@@ -34,6 +35,11 @@ class StepSpan:
         prefill_mass: share of the attention, about, that whole blocks of rows from position 4,096
             on read, in C++ alone, in layers with K and V of their own that see all positions. None:
             all layers read all.
+        heads: blocks of a condensed context in each pool, in C++ alone, None where it is whole; may
+            be left out where it is whole in all. Tables have other blocks behind them.
+        shares: in each pool whose keys they are asked for, in C++ alone, the largest share of the
+            attention of a query of the span that each key has, `[layers, Hkv, T]`, with T a
+            multiple of BLOCK up to `start`: a larger one takes a number's place.
     """
 
     tables: Sequence[BlockTable]
@@ -45,6 +51,8 @@ class StepSpan:
     states: Sequence[StateView | None] = ()
     kv_read: int | None = None
     prefill_mass: float | None = None
+    heads: Sequence[HeadBlocks | None] = ()
+    shares: Sequence[Floats | None] = ()
 
     def last_rows(self, count: int) -> StepSpan:
         """Return the span of the last `count` rows, where those before need no more layers."""
@@ -137,3 +145,28 @@ def check_states(span: StepSpan, pools: Sequence[object]) -> None:
             raise ValueError(f"states after {rows[1:]} of {len(span.tokens)} tokens")
         if not all(0 <= block < pool.count for block in blocks):
             raise ValueError(f"state blocks {blocks}; the pool has {pool.count}")
+
+
+def check_shares(span: StepSpan, pools: Sequence[object]) -> None:
+    """Refuse arrays of shares that do not fit the pools and the tokens before the span.
+
+    Raises:
+        ValueError: they are refused.
+    """
+    if len(span.shares) != len(pools) or any(span.heads):
+        raise ValueError("shares of some pools, or of keys of a condensed context")
+    lengths = {each.shape[2] for each in span.shares if each is not None}
+    for shares, pool in zip(span.shares, pools, strict=True):
+        if shares is None:
+            continue
+        if not isinstance(pool, KVBlocks) or pool.sealed or pool.latent or pool.recent:
+            raise ValueError("shares in a pool of states, latents or a part of the blocks")
+        if shares.shape[:2] != (pool.layers, pool.kv_heads) or shares.dtype != np.float32:
+            raise ValueError(
+                f"shares are {shares.dtype} {shares.shape}; needed are float32 of {pool.layers} "
+                f"layers with {pool.kv_heads} heads"
+            )
+        if not shares.flags.c_contiguous or not shares.flags.writeable:
+            raise ValueError("shares with gaps, or that cannot be written")
+    if len(lengths) > 1 or any(n % BLOCK or not 0 < n <= span.start for n in lengths):
+        raise ValueError(f"shares of {sorted(lengths)} keys before position {span.start}")

@@ -15,7 +15,7 @@ from edgellm.backends.batch import Rows, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import Costs
 from edgellm.backends.schedule import POLICIES, WINDOW, Policy, one_by_one
-from edgellm.cache.sequence import Growth
+from edgellm.cache.growth import Growth
 from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.errors import CancelledError
 from edgellm.export import export

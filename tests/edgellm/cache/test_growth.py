@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rows_of_tokens import SEALED, check, extend, make, new
 
+from edgellm.cache.growth import Growth
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Growth
 from edgellm.errors import CacheFullError, ContextOverflowError
 
 TOKENS = list(range(1000))

@@ -12,8 +12,9 @@ from states_of_tokens import GROUPS, SPARSE, VALUE, begun, check, compute, exten
 from edgellm import CacheFullError
 from edgellm.cache.disk_cache import DiskCache
 from edgellm.cache.groups import CacheGroup, Group
+from edgellm.cache.growth import Growth
 from edgellm.cache.kv_cache import KVCache
-from edgellm.cache.sequence import Growth, Sequence
+from edgellm.cache.sequence import Sequence
 
 
 @pytest.fixture(params=GROUPS)
