@@ -132,10 +132,12 @@ def test_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
 
 def test_it_is_moved_aside_for_others(bundle: str) -> None:
     """In a cache that others need: copied to memory, and put back as it was."""
-    llm = start(bundle, cache_size=1280, ctx_size=1280)
-    session = session_of(llm, 0.3)
+    llm = start(bundle, cache_size=1024)
+    session = llm.session()
+    session.append(TOKENS[:600])
+    session.condense(0.3)
     expected = answer(session)
-    llm.generate([3, *TOKENS, *TOKENS[:500]], **ANSWER)
+    llm.generate([3, *TOKENS, *TOKENS[:200]], **ANSWER)
     assert session.cached == 0
     same(answer(session), expected)
 
