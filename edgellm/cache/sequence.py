@@ -202,8 +202,11 @@ class Sequence:
         """
         for group, counts in enumerate(heads):
             if counts is not None and firsts is not None:
-                store = self.tables[group].store
-                self.tables[group] = HeadTable.of(store, counts, firsts[group], self._allocate)
+                whole = self.tables[group]
+                whole.cut(0)
+                self.tables[group] = HeadTable.of(
+                    whole.store, counts, firsts[group], self._allocate
+                )
         for group, table in enumerate(self.tables):
             seen = table.store.group.first_block(end)
             table.open_from(seen if firsts is None else firsts[group], end, self._allocate)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from inspection import used_blocks
 
-from edgellm import Completion, ContextOverflowError, OptionError, UnsupportedModelError
+from edgellm import (
+    CacheFullError,
+    Completion,
+    ContextOverflowError,
+    OptionError,
+    UnsupportedModelError,
+)
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -130,15 +136,25 @@ def test_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
     same(answer(branch), answer(plain))
 
 
-def test_it_is_moved_aside_for_others(bundle: str) -> None:
-    """In a cache that others need: copied to memory, and put back as it was."""
+def test_it_is_moved_aside_and_put_back(bundle: str) -> None:
+    """As answers are that give their place away: copied to memory, with the layout of its heads."""
+    llm = start(bundle)
+    session = session_of(llm, 0.3)
+    expected, context = answer(session), session._context
+    llm.engine.thread.call(context.give_back)
+    assert (session.cached, used_blocks(llm)) == (0, 0)
+    same(answer(session), expected)
+    assert used_blocks(llm) == 3
+
+
+def test_others_do_not_take_its_blocks(bundle: str) -> None:
     llm = start(bundle, cache_size=1024)
     session = llm.session()
     session.append(TOKENS[:600])
     session.condense(0.3)
     expected = answer(session)
-    llm.generate([3, *TOKENS, *TOKENS[:200]], **ANSWER)
-    assert session.cached == 0
+    with pytest.raises(CacheFullError, match="sessions that cannot be computed again"):
+        llm.generate([3, *TOKENS, *TOKENS[:200]], **ANSWER)
     same(answer(session), expected)
 
 
