@@ -122,12 +122,13 @@ def _show_memory(llm: LLM) -> None:
         f"in memory now: {memory.total / 1e6:.1f} MB"
         + (f", of which mapped from the bundle's files: {mapped}" if mapped else "")
     )
-    options = engine.options
+    options, spilled = engine.options, engine.memory.spilled
     click.echo(
         f"KV cache: {engine.memory.kv_cache / 1e6:.1f} MB when full, {options.kv_format}; contexts "
         f"of {engine.ctx_size} tokens"
         + (f", {options.kv_budget} of them kept" if options.kv_budget else "")
         + (f"; a token of an answer reads {options.kv_read} at most" if options.kv_read else "")
+        + (f"; {spilled / 1e6:.1f} MB more in a file of {options.kv_spill}" if spilled else "")
     )
 
 

@@ -126,6 +126,13 @@ _LOADING = (
         help="Which ones it keeps: the first 128, and the last.",
     ),
     click.option(
+        "--kv-spill",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="With k8v4, k4v4 and k4v2: keep all but the first and last tokens of contexts in a "
+        "file of this folder, which the system reads back where memory is short.  [default: in "
+        "memory]",
+    ),
+    click.option(
         "--prefill-mass",
         type=float,
         metavar="SHARE",

@@ -71,6 +71,7 @@ class EngineArguments(TypedDict, total=False):
     kv_read: int | None
     kv_budget: int | None
     kv_policy: KVPolicy
+    kv_spill: str | Path | None
     prefill_mass: float | None
     ctx_size: int | None
     rope_scale: float | None
@@ -120,6 +121,10 @@ class EngineOptions:
             native kernels alone and formats that pack no blocks. The others are forgotten, and what
             stays of a context that shifts is computed again. None: all.
         kv_policy: which ones stay. sinks: the first block of 128 tokens, and the last ones.
+        kv_spill: with k8v4, k4v4 and k4v2, folder on a disk where the packed blocks lie in a file
+            of their full size, for contexts larger than memory: the system writes blocks out when
+            memory is short, and reads them back. The answers are the same, and the file is gone
+            when the process ends. None: they are in memory.
         prefill_mass: with int8 and the native kernels, share of the attention that a block of 128
             tokens of a prompt keeps from token 4,096 on, such as 0.98: it reads the first block,
             itself, the one before, and those others that take most of it. What is left over behind
@@ -179,6 +184,7 @@ class EngineOptions:
     kv_read: int | None = None
     kv_budget: int | None = None
     kv_policy: KVPolicy = "sinks"
+    kv_spill: str | Path | None = None
     prefill_mass: float | None = None
     ctx_size: int | None = None
     rope_scale: float | None = None
@@ -236,6 +242,14 @@ class EngineOptions:
                 raise OptionError(
                     f"`kv_budget` is {self.kv_budget} and `kv_format` {self.kv_format!r}: what is "
                     f"packed is not forgotten; take one of {', '.join(ROW_FORMATS)}"
+                )
+        if self.kv_spill is not None:
+            check_path("kv_spill", self.kv_spill)
+            if self.kv_format not in SEALED:
+                raise OptionError(
+                    f"`kv_spill` is {str(self.kv_spill)!r} and `kv_format` {self.kv_format!r}: "
+                    f"packed blocks alone lie in a file; take one of {', '.join(SEALED)}, or leave "
+                    "out `kv_spill`"
                 )
         if self.prefill_mass is not None:
             check_number("prefill_mass", self.prefill_mass, LEAST_MASS, 1)

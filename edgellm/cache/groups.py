@@ -335,6 +335,13 @@ def cache_bytes(
     return sum(count * _block_bytes(group) for group, count in zip(groups, resident, strict=True))
 
 
+def sealed_pool_bytes(config: ModelConfig, *, format: KVFormat, blocks: int) -> int:
+    """Return the part of `cache_bytes` that pools of sealed blocks have."""
+    groups = stored_groups(cache_groups(config), format)
+    sealed = (each for each in groups if isinstance(each, CacheGroup) and each.part == "sealed")
+    return sum(blocks * _block_bytes(group) for group in sealed)
+
+
 def _block_bytes(group: Group) -> int:
     if isinstance(group, StateGroup):
         return 4 * len(group.layers) * group.elements

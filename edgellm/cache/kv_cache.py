@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
@@ -35,6 +36,7 @@ from edgellm.cache.groups import (
 from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
+from edgellm.cache.spilled_pool import spilled_pool
 from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError
 from edgellm.kernels.kv_blocks import (
@@ -105,6 +107,7 @@ class KVCache:
         rope_frequencies: see `rope_frequencies`; None if keys cannot be moved to other positions.
         defer: runs a function between two changes, in the thread that uses the cache; None: runs it
             at once.
+        spill: folder of a file for the pools of sealed blocks, see `spilled_pool`; None: memory.
 
     Attributes:
         groups: cache groups, layers that share blocks, with their blocks.
@@ -133,6 +136,7 @@ class KVCache:
         key_offsets: SequenceOf[NDArray[np.float32]] | None = None,
         rope_frequencies: list[tuple[float, ...]] | None = None,
         defer: Callable[[Callable[[], None]], object] | None = None,
+        spill: Path | None = None,
     ) -> None:
         check_choice("kv_format", format, KV_FORMATS)
         groups = stored_groups(groups, format, policy)
@@ -143,7 +147,7 @@ class KVCache:
         self.rows_at_once = rows_at_once(groups, ctx_size)
         resident = resident_blocks(groups, ctx_size=ctx_size, blocks=blocks, drafts=drafts)
         counts = [blocks + drafts * isinstance(group, StateGroup) for group in groups]
-        pools = _allocate(groups, counts, key_offsets=key_offsets)
+        pools = _allocate(groups, counts, key_offsets=key_offsets, spill=spill)
         self.groups = [
             GroupBlocks(
                 number=number,
@@ -453,6 +457,7 @@ def _allocate(
     counts: SequenceOf[int],
     *,
     key_offsets: SequenceOf[NDArray[np.float32]] | None,
+    spill: Path | None,
 ) -> list[Blocks]:
     """Allocate the pools of groups, each of so many blocks."""
     pools: list[Blocks] = []
@@ -466,7 +471,11 @@ def _allocate(
         sizes = {"blocks": blocks, "layers": len(layers)}
         sizes |= {"kv_heads": group.kv_heads, "head_dim": group.head_dim}
         if group.part == "sealed":
-            sealed[layers] = allocate_sealed(format=group.format, **sizes)
+            if spill is None:
+                sealed[layers] = allocate_sealed(format=group.format, **sizes)
+            else:
+                one = allocate_sealed(format=group.format, **{**sizes, "blocks": 1})
+                sealed[layers] = spilled_pool(one, blocks=blocks, folder=spill)
             pools.append(sealed[layers])
             continue
         offset = None if key_offsets is None else np.stack([key_offsets[layer] for layer in layers])

@@ -192,7 +192,9 @@ class LoadedModel:
             fingerprint=f"{self.fingerprint}|{self.arithmetic}".encode(),
             drafts=DRAFT_STATES,
             defer=self.thread.soon,
+            spill=None if options.kv_spill is None else Path(options.kv_spill),
         )
+        self.thread.shares_file |= options.kv_spill is not None
         if options.kv_cache_dir is not None:
             disk = DiskCache(Path(options.kv_cache_dir), budget=options.kv_cache_bytes)
             cache.disk = self.written = WriteBehind(disk)

@@ -12,7 +12,13 @@ import psutil
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.registry import NATIVE, STEPS, TRITON
 from edgellm.backends.selection import Selection
-from edgellm.cache.groups import STEP_ROWS, cache_bytes, context_blocks, pool_blocks
+from edgellm.cache.groups import (
+    STEP_ROWS,
+    cache_bytes,
+    context_blocks,
+    pool_blocks,
+    sealed_pool_bytes,
+)
 from edgellm.errors import MemoryEstimateError, OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
@@ -72,6 +78,7 @@ class MemoryEstimate:
         draft: bytes of the draft model beside it, or of its own head for drafts, with a full KV
             cache of its own.
         adapters: bytes of the adapters that are loaded with it.
+        spilled: bytes of the KV cache that lie in a file instead (`kv_spill`).
     """
 
     weights: int
@@ -82,6 +89,7 @@ class MemoryEstimate:
     draft: int = 0
     adapters: int = 0
     copies: tuple[Copy, ...] = ()
+    spilled: int = 0
 
     @property
     def models(self) -> int:
@@ -144,6 +152,7 @@ def estimate(
         draft=drafts,
         adapters=adapters,
         copies=copies,
+        spilled=_spilled_bytes(config, options, blocks),
     )
 
 
@@ -216,6 +225,7 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
         kv_format=options.kv_format,
         kv_budget=options.kv_budget,
         kv_policy=options.kv_policy,
+        kv_spill=options.kv_spill,
         ctx_size=size,
         cache_size=size,
         threads=options.threads,
@@ -371,7 +381,7 @@ def _fitting_context(
 
 
 def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:
-    """Return the bytes of a full KV cache, and of the RoPE tables of the whole context."""
+    """Return the bytes of a full KV cache in memory, and of the RoPE tables of a whole context."""
     blocks = _blocks(config, options, ctx_size)
     pools = cache_bytes(
         config,
@@ -380,7 +390,14 @@ def _cache_bytes(config: ModelConfig, options: EngineOptions, ctx_size: int) -> 
         blocks=blocks,
         policy=options.eviction,
     )
+    pools -= _spilled_bytes(config, options, blocks)
     return pools + sum(8 * len(rope.inv_freq) * ctx_size for rope in config.ropes)
+
+
+def _spilled_bytes(config: ModelConfig, options: EngineOptions, blocks: int) -> int:
+    if options.kv_spill is None:
+        return 0
+    return sealed_pool_bytes(config, format=options.kv_format, blocks=blocks)
 
 
 def _blocks(config: ModelConfig, options: EngineOptions, ctx_size: int) -> int:

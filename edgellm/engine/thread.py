@@ -111,9 +111,14 @@ class _Body:
 
 
 class EngineThread:
-    """A thread that runs commands and steps, from the model's loading until it is freed."""
+    """A thread that runs commands and steps, from the model's loading until it is freed.
+
+    Attributes:
+        shares_file: whether what it changes lies in a mapped file, which a forked process shares.
+    """
 
     def __init__(self) -> None:
+        self.shares_file = False
         self._starting = threading.Lock()
         self._start(_Body())
 
@@ -199,8 +204,8 @@ class EngineThread:
         """Refuse to go on where no thread would; starts one in a process that was forked.
 
         Raises:
-            OptionError: the process was forked in the middle of a step, or a callback asks, for
-                which the thread waits.
+            OptionError: the process was forked in the middle of a step or shares a file with the
+                one before, or a callback asks, for which the thread waits.
             EdgeLLMError: the thread has ended.
         """
         if threading.current_thread() is self._thread:
@@ -225,6 +230,11 @@ class EngineThread:
         with self._starting:
             if self._process == os.getpid():  # another thread was faster
                 return
+            if self.shares_file:
+                raise OptionError(
+                    "this process was forked, and would write into the blocks that `kv_spill` has "
+                    "in a file of its parent; load the model in the new process"
+                )
             before = self._body
             worker = None if before.worker is None else before.worker()
             if before.busy or (worker is not None and worker.away):

@@ -19,6 +19,12 @@ computed through one context that forgets as answers with `context_policy` shift
 where it is full; a way without `keep` ends there. Scored are 2,000 tokens at a time, of `--every`
 such parts the last one. Beside it the MB of the KV cache, and of the process after a tenth of the
 parts and after all.
+
+    python tests/bench/long_context.py [MODEL] --resident --length 32000
+        --ways "kv_format=k8v4,kv_format=k8v4 kv_spill=/var/tmp"
+
+The memory of the process behind an answer of `--tokens` tokens to such a prompt, one way after the
+other, by its kinds (Linux), and a checksum of the answer.
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ import math
 import statistics
 import sys
 import time
+import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,11 +196,40 @@ def streams(arguments: argparse.Namespace) -> None:
         print(f"| {way or 'all'} | {' | '.join(cells)} |", flush=True)
 
 
+def kinds_of_memory() -> list[float]:
+    """MB of this process that are anonymous, of mapped files, and in files in memory."""
+    status = Path("/proc/self/status").read_text()
+    names = "RssAnon:", "RssFile:", "RssShmem:"
+    return [int(status.partition(name)[2].split()[0]) * 1024 / 1e6 for name in names]
+
+
+def residents(arguments: argparse.Namespace) -> None:
+    """Print the table of kinds of memory."""
+    print("| | s to the first | ms a token | RssAnon | RssFile | RssShmem | answer |")
+    print("|---" * 7 + "|", flush=True)
+    room, answer = arguments.length + arguments.tokens + 1, {"temperature": 0, "ignore_eos": True}
+    for way in (arguments.ways or WAYS).split(","):
+        options = {"ctx_size": room, "cache_size": room, **options_of(way.split())}
+        with load(arguments.model, **options) as llm, llm.session() as session:
+            session.append(text_of(llm, arguments.length)[: arguments.length])
+            start = time.perf_counter()
+            first = session.generate(max_tokens=1, **answer)
+            begun = time.perf_counter()
+            rest = session.generate(max_tokens=arguments.tokens, speculate=False, **answer)
+            ms = 1e3 * (time.perf_counter() - begun) / arguments.tokens
+            memory = " | ".join(f"{mb:.0f}" for mb in kinds_of_memory())
+            check = zlib.crc32(repr([*first.tokens, *rest.tokens]).encode())
+            print(
+                f"| {way} | {begun - start:.1f} | {ms:.1f} | {memory} | {check:08x} |", flush=True
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL)
     parser.add_argument("--ways", help="options, with commas between ways")
     parser.add_argument("--stream", type=int, help="tokens of a text to score; not the rest")
+    parser.add_argument("--resident", action="store_true", help="kinds of memory; not the rest")
     parser.add_argument("--every", type=int, default=1, help="of so many parts one is scored")
     parser.add_argument("--length", type=int, default=4000, help="tokens of the context")
     parser.add_argument("--tokens", type=int, default=32, help="of a timed answer")
@@ -202,6 +238,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.stream is not None:
         return streams(arguments)
+    if arguments.resident:
+        return residents(arguments)
     ways = ["", *(arguments.ways or WAYS).split(",")]
     room = arguments.length + (arguments.rounds + 1) * arguments.tokens + 256
     with ExitStack() as stack:

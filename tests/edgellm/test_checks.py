@@ -176,6 +176,7 @@ def test_sampling_options(tiny: LLM, options: dict[str, Any]) -> None:
         {"kv_cache_dir": 4},
         {"kv_cache_dir": ""},
         {"kv_cache_bytes": 5},
+        {"kv_spill": 4},
     ],
     ids=str,
 )

@@ -21,7 +21,8 @@ from typing import Any
 MODULES = {"fcntl", "grp", "pty", "pwd", "readline", "resource", "termios", "tty"}
 NAMES = {
     os: "fork forkpty getegid geteuid getgid getpgrp getuid killpg mkfifo openpty posix_fadvise "
-    "register_at_fork sched_getaffinity sched_setaffinity setsid statvfs tcgetpgrp uname",
+    "posix_fallocate register_at_fork sched_getaffinity sched_setaffinity setsid statvfs tcgetpgrp "
+    "uname",
     signal: "SIGALRM SIGCONT SIGHUP SIGKILL SIGTSTP SIGUSR1 SIGUSR2 SIGWINCH ITIMER_REAL alarm "
     "pthread_kill pthread_sigmask setitimer",
     socket: "AF_UNIX",

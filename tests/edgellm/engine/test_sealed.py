@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from inspection import draft_always
 from loops import together
+from spill import needs_spill, on_disk
 from tiny_models import make, save_tokenizer
 
 from edgellm import Completion, OptionError
 from edgellm.backends.host_attention import rope_tables
 from edgellm.cache.groups import cache_bytes
 from edgellm.engine.one_sequence import compute_prompt, compute_tokens
-from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED
+from edgellm.kernels.kv_blocks import BLOCK, KV_FORMATS, SEALED, SealedBlocks
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 
@@ -41,10 +42,13 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(load(str(folder)).engine.bundle.path)
 
 
-@pytest.fixture(params=[*(("bundle", format) for format in SEALED), ("windowed", "k4v4")], ids=str)
-def llm(request: pytest.FixtureRequest) -> LLM:
-    model, format = request.param
-    return load(request.getfixturevalue(model), kv_format=format, ctx_size=1024)
+@pytest.fixture(params=[*SEALED, "windows", pytest.param("in a file", marks=needs_spill)])
+def llm(bundle: str, tmp_path: Path, request: pytest.FixtureRequest) -> LLM:
+    if request.param in SEALED:
+        return load(bundle, kv_format=request.param, ctx_size=1024)
+    if request.param == "windows":
+        return load(request.getfixturevalue("windowed"), kv_format="k4v4", ctx_size=1024)
+    return load(bundle, kv_format="k4v4", ctx_size=1024, kv_spill=on_disk(tmp_path))
 
 
 def same(found: Completion, expected: Completion) -> None:
@@ -143,7 +147,9 @@ def test_memory_counts_both_pools(llm: LLM) -> None:
     each = [group.blocks.nbytes // group.blocks.count for group in cache.groups]
     tables = sum(table.nbytes for rope in rope_tables(llm.engine.config, 1024) for table in rope)
     pools = sum(size * group.pool.resident for size, group in zip(each, cache.groups, strict=True))
-    assert memory.kv_cache == pools + tables
+    assert memory.kv_cache + memory.spilled == pools + tables
+    sealed = sum(g.blocks.nbytes for g in cache.groups if isinstance(g.blocks, SealedBlocks))
+    assert memory.spilled == (0 if llm.options.kv_spill is None else sealed)
     sizes = {
         format: cache_bytes(llm.engine.config, format=format, ctx_size=1 << 17, blocks=1025)
         for format in KV_FORMATS

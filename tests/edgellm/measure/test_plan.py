@@ -7,6 +7,7 @@ from threading import Event
 
 import numpy as np
 import pytest
+from spill import on_disk
 
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.planner import PlannedChunk
@@ -144,7 +145,7 @@ def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProce
 
 @pytest.mark.skipif(library() is None, reason="budgets need the native kernels")
 def test_the_size_of_the_cache_follows_its_options(
-    bundle_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+    bundle_path: Path, tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
     def cache(*options: str) -> tuple[float, str]:
         shown = cli("plan", "40", "-m", str(bundle_path), "-c", "1024", *options).stdout
@@ -158,6 +159,10 @@ def test_the_size_of_the_cache_follows_its_options(
     assert kept < whole
     _, text = cache("--kv-format", "k4v4", "--kv-read", "512")
     assert text.endswith("; a token of an answer reads 512 at most")
+    whole, _ = cache("--kv-format", "k4v4")
+    here, text = cache("--kv-format", "k4v4", "--kv-spill", str(on_disk(tmp_path)))
+    assert here < whole
+    assert text.endswith(f" MB more in a file of {tmp_path}")
 
 
 def test_an_interrupt_leaves_no_block_behind(
