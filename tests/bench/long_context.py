@@ -24,7 +24,8 @@ parts and after all.
         --ways "kv_format=k8v4,kv_format=k8v4 kv_spill=/var/tmp"
 
 The memory of the process behind an answer of `--tokens` tokens to such a prompt, one way after the
-other, by its kinds (Linux), and a checksum of the answer.
+other, by its kinds (Linux), and a checksum of the answer. K and V of the prompt's whole blocks are
+made up, the same for each way with a format, so that none but its last tokens are computed.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from numpy.typing import NDArray
 from edgellm.engine.context import Context
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.generation_options import CONTEXT_POLICIES
+from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
 from edgellm.store.sources import DEFAULT_MODEL
@@ -203,6 +205,23 @@ def kinds_of_memory() -> list[float]:
     return [int(status.partition(name)[2].split()[0]) * 1024 / 1e6 for name in names]
 
 
+def make_up(llm: LLM, tokens: list[int]) -> None:
+    """Have the cache find a prefix whose K and V are random numbers."""
+    sequence, rng = llm.engine.cache.sequence(), np.random.default_rng(0)
+    with sequence.reserved(len(tokens), windowed=False):
+        sequence.open_seen(len(tokens))
+        sequence.use_host()
+        for table in sequence.tables:
+            for _, block in table.numbered:
+                for part in table.store.blocks.block(block):
+                    if part.itemsize == 1:
+                        part[...] = rng.integers(0, 256, part.shape, np.uint8).view(part.dtype)
+                    else:
+                        part[...] = rng.random(part.shape) / 100
+        sequence.commit(tokens)
+    sequence.close()
+
+
 def residents(arguments: argparse.Namespace) -> None:
     """Print the table of kinds of memory."""
     print("| | s to the first | ms a token | RssAnon | RssFile | RssShmem | answer |")
@@ -211,7 +230,10 @@ def residents(arguments: argparse.Namespace) -> None:
     for way in (arguments.ways or WAYS).split(","):
         options = {"ctx_size": room, "cache_size": room, **options_of(way.split())}
         with load(arguments.model, **options) as llm, llm.session() as session:
-            session.append(text_of(llm, arguments.length)[: arguments.length])
+            tokens = text_of(llm, arguments.length)[: arguments.length]
+            whole = tokens[: arguments.length // BLOCK * BLOCK]
+            llm.engine.thread.call(partial(make_up, llm, whole))
+            session.append(tokens)
             start = time.perf_counter()
             first = session.generate(max_tokens=1, **answer)
             begun = time.perf_counter()
@@ -219,9 +241,8 @@ def residents(arguments: argparse.Namespace) -> None:
             ms = 1e3 * (time.perf_counter() - begun) / arguments.tokens
             memory = " | ".join(f"{mb:.0f}" for mb in kinds_of_memory())
             check = zlib.crc32(repr([*first.tokens, *rest.tokens]).encode())
-            print(
-                f"| {way} | {begun - start:.1f} | {ms:.1f} | {memory} | {check:08x} |", flush=True
-            )
+            cells = f"{way} | {begun - start:.1f} | {ms:.1f} | {memory} | {check:08x}"
+            print(f"| {cells} |", flush=True)
 
 
 def main() -> None:
