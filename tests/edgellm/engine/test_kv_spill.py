@@ -16,7 +16,7 @@ from waiting import until
 
 from edgellm import OptionError
 from edgellm.backends.selection import select
-from edgellm.engine.memory import estimate
+from edgellm.engine.memory import draft_options, estimate
 from edgellm.kernels.kv_blocks import SEALED, SealedBlocks
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
@@ -72,6 +72,7 @@ def test_blocks_in_a_file_are_not_counted_as_memory(
     whole = estimate(bundle, replace(options, ctx_size=1 << 20), select(options))
     assert there.kv_cache + there.spilled == whole.kv_cache
     assert there.kv_cache < whole.kv_cache // 2
+    assert draft_options(bundle, spilled, ctx_size=1024).kv_spill == tmp_path
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
