@@ -136,7 +136,7 @@ class Session:
             copied_tokens=copied, computed_tokens=len(new) - copied, alone_tokens=0
         )
 
-    def condense(self, keep: float = 0.3) -> Condensed:
+    def condense(self, keep: float = 0.5) -> Condensed:
         """Keep the rows of K and V that it takes to repeat the context; the tokens all stay.
 
         For a context that is asked about more than once. The model computes it, and then once more

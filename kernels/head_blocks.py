@@ -39,6 +39,10 @@ class HeadBlocks:
         """Largest number of blocks of a head."""
         return int(np.diff(self.starts).max())
 
+    @property
+    def least(self) -> int:
+        return int(np.diff(self.starts).min())
+
 
 def choose_rows(shares: NDArray[np.float32], keep: float) -> list[Indices]:
     """Return the rows that each head keeps, in order: whole blocks of those with most attention.
@@ -75,6 +79,13 @@ def head_blocks(
     numbers = np.arange(starts[-1])
     places = np.asarray(into, np.int64)[numbers // each] * each + numbers % each
     return HeadBlocks(starts, places, first)
+
+
+def whole_blocks(blocks: KVBlocks, ids: Sequence[int], *, first: int) -> HeadBlocks:
+    """Have every head read all of some blocks, in place of all before number `first`."""
+    each = blocks.layers * blocks.kv_heads
+    places = np.asarray(ids, np.int64) * each + np.arange(each)[:, None]
+    return HeadBlocks(np.arange(each + 1) * len(ids), places.reshape(-1), first)
 
 
 def blocks_for(blocks: KVBlocks, counts: Sequence[int]) -> int:

@@ -256,8 +256,8 @@ class KVBlocks:
         """Copy rows of one KV head into whole blocks of one head.
 
         Args:
-            sources, rows: block of each row, counted in blocks of one KV head, and its place there.
-            targets: blocks that they fill, counted likewise.
+            sources, rows: block of each row, and its place there.
+            targets: blocks that they fill; all are counted in blocks of one KV head.
         """
         to, at = np.repeat(targets, BLOCK), np.tile(np.arange(BLOCK), len(targets))
         for array, size in ((self.k, PANEL), (self.v, QUAD)):

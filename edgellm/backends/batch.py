@@ -21,6 +21,7 @@ from edgellm.backends.registry import NATIVE
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.experts import ExpertMemory
+from edgellm.kernels.head_blocks import HeadBlocks
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.sampling import Logits, rows_of_logits
@@ -49,6 +50,7 @@ class Span:
             (`kv_read`).
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
+        heads: blocks of heads that the rows read in place of the sequence's, see `StepSpan`.
         shares: see `StepSpan`.
     """
 
@@ -62,6 +64,7 @@ class Span:
     drafted: int = 0
     answers: bool = False
     all_states: bool = True
+    heads: SequenceOf[HeadBlocks | None] = ()
     shares: SequenceOf[Floats | None] = ()
 
 
@@ -118,7 +121,7 @@ def step_span(span: Span) -> StepSpan:
         adapter=span.adapter,
         adapter_start=span.adapter_start,
         states=span.sequence.states(start, start + len(span.tokens)),
-        heads=span.sequence.heads,
+        heads=span.heads or span.sequence.heads,
         shares=span.shares,
     )
 

@@ -38,8 +38,8 @@ class StepSpan:
         heads: blocks of a condensed context in each pool, in C++ alone, None where it is whole; may
             be left out where it is whole in all. Tables have other blocks behind them.
         shares: in each pool whose keys they are asked for, in C++ alone, the largest share of the
-            attention of a query of the span that each key has, `[layers, Hkv, T]`, with T a
-            multiple of BLOCK up to `start`: a larger one takes a number's place.
+            attention of a query of the span that each of the first keys has that it reads,
+            `[layers, Hkv, T]`, with T a multiple of BLOCK: a larger one takes a number's place.
     """
 
     tables: Sequence[BlockTable]
@@ -153,9 +153,11 @@ def check_shares(span: StepSpan, pools: Sequence[object]) -> None:
     Raises:
         ValueError: they are refused.
     """
-    if len(span.shares) != len(pools) or any(span.heads):
-        raise ValueError("shares of some pools, or of keys of a condensed context")
+    if len(span.shares) != len(pools):
+        raise ValueError(f"shares in {len(span.shares)} pools; needed are those in {len(pools)}")
     lengths = {each.shape[2] for each in span.shares if each is not None}
+    heads = span.heads or [None] * len(pools)
+    there = [span.start if each is None else BLOCK * each.least for each in heads]
     for shares, pool in zip(span.shares, pools, strict=True):
         if shares is None:
             continue
@@ -168,5 +170,5 @@ def check_shares(span: StepSpan, pools: Sequence[object]) -> None:
             )
         if not shares.flags.c_contiguous or not shares.flags.writeable:
             raise ValueError("shares with gaps, or that cannot be written")
-    if len(lengths) > 1 or any(n % BLOCK or not 0 < n <= span.start for n in lengths):
-        raise ValueError(f"shares of {sorted(lengths)} keys before position {span.start}")
+    if len(lengths) > 1 or any(n % BLOCK or not 0 < n <= min(there) for n in lengths):
+        raise ValueError(f"shares of {sorted(lengths)} keys of the first {min(there)}")

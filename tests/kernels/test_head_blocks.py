@@ -190,8 +190,8 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
     pools = model.pools("int8", blocks=5)
     step = FusedStep(native_library, model.weights, model.ropes, pools)
     for shares, problem in (
-        (np.zeros((1, 3, 100), np.float32), r"shares of \[100\] keys before position 256"),
-        (np.zeros((1, 3, 384), np.float32), r"shares of \[384\] keys before position 256"),
+        (np.zeros((1, 3, 100), np.float32), r"shares of \[100\] keys of the first 256"),
+        (np.zeros((1, 3, 384), np.float32), r"shares of \[384\] keys of the first 256"),
         (np.zeros((1, 2, 256), np.float32), "of 1 layers with 3 heads"),
         (np.zeros((1, 3, 256)), "shares are float64"),
     ):

@@ -74,10 +74,11 @@ def test_who_restores_a_sequence_may_go_back(
     tokens = [*TOKENS, *TOKENS][:length]
     first, cache = make(windows), make(windows)
     saved = new(first, tokens)
-    firsts, data = first.pack(saved)
+    packed = first.pack(saved)
+    firsts, data = packed.firsts, packed.data
     assert len(saved) == length
     check(first, saved)
-    assert cache.can_begin(firsts, length)
+    assert cache.can_begin(firsts, packed.heads, length)
     restored = cache.sequence()
     with restored.reserved(length, windowed=False):
         restored.open_seen(length, firsts)
@@ -98,7 +99,8 @@ def test_devices_get_what_was_restored(windows: tuple[int | None, ...]) -> None:
         pytest.skip("no device has sealed blocks, or a budget")
     first, cache = make(windows), make(windows)
     tokens = TOKENS[:700]
-    firsts, data = first.pack(new(first, tokens))
+    packed = first.pack(new(first, tokens))
+    firsts, data = packed.firsts, packed.data
     cache.use_device("cpu")
     restored = cache.sequence()
     with restored.reserved(len(tokens), windowed=False):

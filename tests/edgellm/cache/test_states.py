@@ -264,8 +264,9 @@ def test_blocks_that_a_sequence_lacks(start: int, end: int) -> None:
 
 
 def packed_and_back(cache: KVCache, sequence: Sequence) -> Sequence:
-    firsts, data = cache.pack(sequence)
-    assert cache.can_begin(firsts, len(sequence))
+    packed = cache.pack(sequence)
+    firsts, data = packed.firsts, packed.data
+    assert cache.can_begin(firsts, packed.heads, len(sequence))
     other = cache.sequence()
     with other.reserved(len(sequence), windowed=False):
         other.open_seen(len(sequence), firsts)
