@@ -47,6 +47,7 @@ import psutil
 from fidelity import options_of
 from numpy.typing import NDArray
 
+from edgellm.engine.call import CallArguments
 from edgellm.engine.context import Context
 from edgellm.engine.one_sequence import Hooks, compute_prompt
 from edgellm.generation_options import CONTEXT_POLICIES
@@ -226,7 +227,8 @@ def residents(arguments: argparse.Namespace) -> None:
     """Print the table of kinds of memory."""
     print("| | s to the first | ms a token | RssAnon | RssFile | RssShmem | answer |")
     print("|---" * 7 + "|", flush=True)
-    room, answer = arguments.length + arguments.tokens + 1, {"temperature": 0, "ignore_eos": True}
+    room = arguments.length + arguments.tokens + 1
+    answer: CallArguments = {"temperature": 0, "ignore_eos": True}
     for way in (arguments.ways or WAYS).split(","):
         options = {"ctx_size": room, "cache_size": room, **options_of(way.split())}
         with load(arguments.model, **options) as llm, llm.session() as session:
