@@ -47,10 +47,9 @@ import psutil
 from fidelity import options_of
 from numpy.typing import NDArray
 
-from edgellm.engine.call import CallArguments
 from edgellm.engine.context import Context
 from edgellm.engine.one_sequence import Hooks, compute_prompt
-from edgellm.generation_options import CONTEXT_POLICIES
+from edgellm.generation_options import CONTEXT_POLICIES, GenerationOptions
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.sampling import log_sum_exp
 from edgellm.llm import LLM, load
@@ -228,7 +227,7 @@ def residents(arguments: argparse.Namespace) -> None:
     print("| | s to the first | ms a token | RssAnon | RssFile | RssShmem | answer |")
     print("|---" * 7 + "|", flush=True)
     room = arguments.length + arguments.tokens + 1
-    answer: CallArguments = {"temperature": 0, "ignore_eos": True}
+    answer = GenerationOptions(temperature=0, ignore_eos=True, speculate=False)
     for way in (arguments.ways or WAYS).split(","):
         options = {"ctx_size": room, "cache_size": room, **options_of(way.split())}
         with load(arguments.model, **options) as llm, llm.session() as session:
@@ -237,9 +236,9 @@ def residents(arguments: argparse.Namespace) -> None:
             llm.engine.thread.call(partial(make_up, llm, whole))
             session.append(tokens)
             start = time.perf_counter()
-            first = session.generate(max_tokens=1, **answer)
+            first = session.generate(options=answer, max_tokens=1)
             begun = time.perf_counter()
-            rest = session.generate(max_tokens=arguments.tokens, speculate=False, **answer)
+            rest = session.generate(options=answer, max_tokens=arguments.tokens)
             ms = 1e3 * (time.perf_counter() - begun) / arguments.tokens
             memory = " | ".join(f"{mb:.0f}" for mb in kinds_of_memory())
             check = zlib.crc32(repr([*first.tokens, *rest.tokens]).encode())
