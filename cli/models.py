@@ -334,6 +334,14 @@ def cache() -> None:
     "-f", "--file", type=click.Path(path_type=Path, allow_dash=True), help="Read the text there."
 )
 @click.option("--raw", is_flag=True, help="A text to continue, and no system prompt of a chat.")
+@click.option(
+    "--keep",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Share of its K and V that is kept, those that it takes to repeat the text: 0.5 takes "
+    "half of the KV cache, and answers stay near.",
+)
 def add(
     *,
     prefix: str,
@@ -343,6 +351,7 @@ def add(
     text: str | None,
     file: Path | None,
     raw: bool,
+    keep: float,
 ) -> None:
     """Compute a text with MODEL and keep it as PREFIX."""
     if (text is None) == (file is None):
@@ -352,7 +361,9 @@ def add(
     llm = loaded(name, load_arguments)
     with progress_bar() as progress:
         adapter = adapter or llm.generation_options().adapter
-        session = llm.prefix(prefix, text, system=not raw, adapter=adapter, progress=progress)
+        session = llm.prefix(
+            prefix, text, system=not raw, keep=keep, adapter=adapter, progress=progress
+        )
     click.echo(f"{prefix}: {len(session.tokens)} tokens", err=True)
 
 
@@ -364,9 +375,10 @@ def list_prefixes() -> None:
         click.echo("nothing is kept yet; `edgellm cache add NAME -f FILE` keeps a text", err=True)
     for prefix, folder in kept:
         size = sum(file.stat().st_size for file in folder.iterdir())
+        part = "" if prefix.keep == 1 else f"  {prefix.keep:.0%} of K and V"
         line = (
             f"{prefix.name:20}  {prefix.model:32}  {prefix.kind:6}  "
-            f"{prefix.tokens:6} tokens  {prefix.kv_format:4}  {size / 1e6:8.1f} MB"
+            f"{prefix.tokens:6} tokens  {prefix.kv_format:4}  {size / 1e6:8.1f} MB{part}"
         )
         click.echo(spelled_out(line))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from edgellm import LLM, Chat, Completion, GenerationArguments, Message
+from edgellm import LLM, Chat, Completion, GenerationArguments, Message, Session
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_terminate
 from edgellm.cli.output import ShownStats, end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
@@ -55,6 +55,7 @@ def chat(
     *,
     sampling: GenerationArguments,
     system: str | None,
+    session: Session | None = None,
     reasoning_budget: int | None = None,
     stats: ShownStats,
 ) -> int:
@@ -67,7 +68,7 @@ def chat(
         raise OptionError(
             "this is a base model, without a chat template: it has no place for a system prompt"
         )
-    opened = llm.chat(system=system, reasoning_budget=reasoning_budget, **sampling)
+    opened = llm.chat(system=system, session=session, reasoning_budget=reasoning_budget, **sampling)
     with exit_on_terminate(), opened as conversation:
         return _Repl(llm, conversation, sampling, stats).run()
 

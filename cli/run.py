@@ -16,7 +16,15 @@ from typing import Any
 
 import click
 
-from edgellm import LLM, Completion, GenerationArguments, Grammar, LoadArguments, LogitFilter
+from edgellm import (
+    LLM,
+    Completion,
+    GenerationArguments,
+    Grammar,
+    LoadArguments,
+    LogitFilter,
+    Session,
+)
 from edgellm.cli.batch import batch_options
 from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import (
@@ -219,16 +227,24 @@ def run(
     if new:
         say(f"{name} is a model {KNOWN[name].use}; `edgellm ls --available` lists larger ones")
     budget = None if reasoning_budget in (None, -1) else reasoning_budget
+    session = None
     if cache is not None:
         adapter = llm.generation_options(**sampling).adapter
-        system, text, raw = _begin_with(llm, cache, system, text, raw, adapter=adapter)
+        system, text, raw, session = _begin_with(llm, cache, system, text, raw, adapter=adapter)
     raw = _continues_raw(llm, text, raw, told=system is not None or tool_arguments != {} or budget)
     if text is None:
         _refuse_in_chat({**of_one, "--json": as_json or None})
         os.write(sys.stdout.fileno(), b"")  # closed stdout is an error before the user types
         from edgellm.cli.repl import chat
 
-        return chat(llm, sampling=sampling, system=system, reasoning_budget=budget, stats=shown)
+        return chat(
+            llm,
+            sampling=sampling,
+            system=system,
+            session=session,
+            reasoning_budget=budget,
+            stats=shown,
+        )
     logit_filter = None if grammar is None else llm.grammar_filter(grammar)
     return _answer(
         llm,
@@ -236,6 +252,7 @@ def run(
         sampling=sampling,
         tool_arguments={**tool_arguments, "reasoning_budget": budget},
         system=system,
+        session=session,
         raw=raw,
         logit_filter=logit_filter,
         stats=shown,
@@ -340,17 +357,16 @@ def _say_if_nothing_comes() -> None:
 
 def _begin_with(
     llm: LLM, cache: str, system: str | None, text: str | None, raw: bool, *, adapter: str | None
-) -> tuple[str | None, str | None, bool]:
-    """Return system prompt, prompt and --raw for a kept prefix, and load the prefix's KV cache."""
+) -> tuple[str | None, str | None, bool, Session]:
+    """Return system prompt, prompt and --raw for a kept prefix, and a session that has it."""
     prefix, session = open_prefix(llm.engine, cache, adapter=adapter)
-    session.close()
     if prefix.kind == "text":
         if text is None:
             raise OptionError(f"--cache {cache}: a text to continue, so give a prompt")
-        return system, prefix.text + text, True
+        return system, prefix.text + text, True, session
     if raw or system is not None:
         raise OptionError(f"--cache {cache} is a system prompt; leave out --raw and -sys")
-    return prefix.text, text, False
+    return prefix.text, text, False, session
 
 
 def _without_line_end(text: str) -> str:
@@ -365,6 +381,7 @@ def _answer(
     sampling: GenerationArguments,
     tool_arguments: ToolArguments,
     system: str | None,
+    session: Session | None,
     raw: bool,
     logit_filter: LogitFilter | None,
     stats: ShownStats,
@@ -373,13 +390,13 @@ def _answer(
 ) -> int:
     with cancel_on_interrupt() as cancel, progress_bar() as progress:
         if raw:
-            session = llm.session()
-            session.append(text, parse_special=True)
+            session = session or llm.session()
+            session.replace(llm.engine.tokenizer.encode(text, parse_special=True))
             pieces = session.stream(
                 cancel=cancel, progress=progress, logit_filter=logit_filter, **sampling
             )
         else:
-            conversation = llm.chat(system=system, **sampling, **tool_arguments)
+            conversation = llm.chat(system=system, session=session, **sampling, **tool_arguments)
             pieces = conversation.stream(
                 text, cancel=cancel, progress=progress, logit_filter=logit_filter
             )

@@ -30,7 +30,7 @@ from edgellm.generation_options import (
     changed_options,
 )
 from edgellm.results import Completion, Piece, Stats, completion
-from edgellm.session import Session
+from edgellm.session import Session, check_session
 from edgellm.text.prompt import Message
 from edgellm.tool_use import ToolCall, joined_calls
 
@@ -52,10 +52,13 @@ class Chat:
         options: GenerationOptions,
         *,
         system: str | None = None,
+        session: Session | None = None,
         tool_options: ToolOptions | None = None,
     ) -> None:
         self._engine = engine
-        self._session = Session(engine)
+        self._session = (
+            Session(engine) if session is None else check_session(session, engine).fork()
+        )
         self._forgotten: list[Message] = []  # behind the system prompt; not shown to the model
         self._dropped = 0  # number of their tokens, at the last answer
         self._turn = threading.Lock()  # held by the answer that is on its way

@@ -291,6 +291,7 @@ class LLM(Outlining):
         *,
         system: str | None = None,
         messages: Sequence[Message] = (),
+        session: Session | None = None,
         options: GenerationOptions | None = None,
         **arguments: Unpack[ChatArguments],
     ) -> Chat:
@@ -300,6 +301,7 @@ class LLM(Outlining):
             system: system prompt, which the model is told first; None: that of `load`, if any.
             messages: messages so far, to go on from; where the first is a system prompt, none of
                 `load` is added.
+            session: computed tokens that it begins with, such as those of `prefix`.
             options: options of all answers; each answer can have its own.
             arguments: fields of `GenerationOptions`, over those of `options`, and of
                 `ToolArguments`, also for all answers.
@@ -308,7 +310,8 @@ class LLM(Outlining):
         chosen = chosen_options(self.engine.bundle.manifest, options, sampling)
         if system is None and not (messages and messages[0].role in SYSTEM_ROLES):
             system = self.system
-        chat = Chat(self.engine, chosen, system=system, tool_options=ToolOptions().changed(tools))
+        tool_options = ToolOptions().changed(tools)
+        chat = Chat(self.engine, chosen, system=system, session=session, tool_options=tool_options)
         chat.messages += messages
         return chat
 
@@ -327,11 +330,10 @@ class LLM(Outlining):
         """Open a session that `Session.save` wrote, in this process or another, on any back end.
 
         Args:
-            adapter: loaded adapter with which the session was saved, perhaps under another name;
-                None: it had none.
+            adapter: loaded adapter with which it was saved, perhaps under another name; None: none.
 
         Raises:
-            SessionFileError: a file that is damaged, or of another model, KV format or adapter.
+            SessionFileError: a damaged file, or of another model, KV format or adapter.
         """
         context = Context(self.engine, adapter=self.engine.adapters.get(adapter))
         context.restore(check_path("path", path))
@@ -343,18 +345,20 @@ class LLM(Outlining):
         text: str | None = None,
         *,
         system: bool = False,
+        keep: float = 1,
         adapter: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> Session:
         """Open a session that begins with a named text; its KV cache is kept in EDGELLM_HOME.
 
-        The first call with a text computes its KV cache; later calls read it, also in other
-        processes. `fork` the session for each use. Prompts of `generate` and `chat` with the same
-        beginning use the KV cache as well, while the pool has room for it.
+        The first call with a text computes it; later calls read it, also in other processes. `fork`
+        the session for each use. `generate` and `chat` find it as well, while there is room.
 
         Args:
             text: text of the prefix; None: the text that was kept under the name.
             system: whether the text is a system prompt, with which `chat(system=text)` begins.
+            keep: see `Session.condense`; 1: all. A condensed text is found by its own sessions
+                alone, such as `chat(session=)`.
             adapter: loaded adapter of the session; a prefix is kept for each adapter.
             progress: callback told how many tokens are computed.
 
@@ -367,15 +371,15 @@ class LLM(Outlining):
             return open_prefix(self.engine, name, adapter=adapter)[1]
         check_text("text", text)
         kind: Kind = "system" if system else "text"
-        return keep_prefix(self.engine, name, text, kind=kind, adapter=adapter, progress=progress)
+        return keep_prefix(
+            self.engine, name, text, kind=kind, keep=keep, adapter=adapter, progress=progress
+        )
 
     def json_filter(self, schema: str) -> LogitFilter:
         """Return a logit filter for answers that are JSON of a schema; `{}` allows any JSON.
 
-        The filter needs `pip install llguidance`.
-
         Raises:
-            OptionError: llguidance is not installed, or the schema cannot be used.
+            OptionError: `llguidance` is not installed (pip), or the schema cannot be used.
         """
         check_text("schema", schema)
         return JsonFilter(self.engine.grammars, schema)
@@ -383,16 +387,13 @@ class LLM(Outlining):
     def grammar_filter(self, grammar: str | Grammar) -> LogitFilter:
         """Return a logit filter for answers that follow a grammar.
 
-        The filter needs `pip install llguidance`.
-
         Args:
             grammar: a grammar in llama.cpp's GBNF or llguidance's Lark, or one with its kind.
 
         Raises:
-            OptionError: llguidance is not installed, or the grammar cannot be used.
+            OptionError: `llguidance` is not installed (pip), or the grammar cannot be used.
         """
-        if not isinstance(grammar, Grammar):
-            grammar = Grammar.of(grammar)
+        grammar = grammar if isinstance(grammar, Grammar) else Grammar.of(grammar)
         return self.engine.grammars.filter(grammar)
 
     def tokenize(self, text: str, *, parse_special: bool = False) -> list[int]:
@@ -410,8 +411,8 @@ class LLM(Outlining):
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids to text; bytes that are not UTF-8 become U+FFFD."""
-        checked = check_token_ids("tokens", tokens, vocab_size=self.engine.config.vocab_size)
-        return self.engine.tokenizer.decode(checked, skip_special=skip_special)
+        ids = check_token_ids("tokens", tokens, vocab_size=self.engine.config.vocab_size)
+        return self.engine.tokenizer.decode(ids, skip_special=skip_special)
 
     def embed(
         self,
@@ -459,8 +460,7 @@ class LLM(Outlining):
                 embeddings: the cosine of embeddings; auto: yes_no for a model that is named a
                 reranker, else embeddings.
             instruction: task that yes_no judges by.
-            pooling: see `embed`; for embeddings.
-            adapter: see `embed`.
+            pooling, adapter: see `embed`; `pooling` is for embeddings.
 
         Raises:
             OptionError: a text is empty.

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from edgellm.checks import check_number
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
@@ -39,6 +40,7 @@ class NamedPrefix:
         model: name of the model, for people.
         kind: system: a system prompt, as the chat template writes it; text: a text as it is.
         tokens: number of tokens.
+        keep: share of the rows of K and V that is kept, see `Session.condense`.
     """
 
     name: str
@@ -47,6 +49,7 @@ class NamedPrefix:
     kind: Kind
     text: str
     tokens: int
+    keep: float = 1
 
 
 def open_prefix(
@@ -90,12 +93,14 @@ def keep_prefix(
     text: str,
     *,
     kind: Kind,
+    keep: float = 1,
     adapter: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> Session:
     """Keep a text under a name, in place of an older one; return a session that begins with it.
 
     Args:
+        keep: share of the rows of K and V that is kept, see `Session.condense`; 1: all.
         adapter: adapter to compute it with, and of the session; None: none.
 
     Raises:
@@ -105,7 +110,9 @@ def keep_prefix(
     if not name.strip() or not text:
         raise OptionError("a prefix has a name and a text; one of them is empty")
     tokens = _tokens(engine, text, kind)
-    about = NamedPrefix(name, _model(engine), engine.options.kv_format, kind, text, len(tokens))
+    check_number("keep", keep, 0, 1)
+    format = engine.options.kv_format
+    about = NamedPrefix(name, _model(engine), format, kind, text, len(tokens), keep)
     if _read(_folder(engine, name, adapter)) == about:
         return open_prefix(engine, name, adapter=adapter)[1]
     return _compute(engine, about, tokens, progress, adapter=adapter)
@@ -144,6 +151,8 @@ def _compute(
         answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")
+        if about.keep < 1:
+            session.condense(about.keep)
         try:
             with (
                 locked(folder),

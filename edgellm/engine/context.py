@@ -198,7 +198,8 @@ class Context:
 
         def change() -> None:
             self._begin_change()
-            self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
+            if not self.sequence.heads:  # a condensed context is as the session wanted it
+                self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
             self._swapped, self.shifts = None, False
             self._set(ids)
 

@@ -60,6 +60,41 @@ def test_a_system_prompt_is_found_by_chats(llm: LLM, smollm2: Bundle) -> None:
     )
 
 
+@pytest.mark.skipif(library() is None, reason="installed without a compiler")
+@pytest.mark.parametrize("system", [False, True])
+def test_a_condensed_text_is_condensed_after_a_restart(
+    llm: LLM, smollm2: Bundle, system: bool
+) -> None:
+    """A chat and a session go on from it; what is damaged is condensed again."""
+    text = (DOCUMENT + SYSTEM) * 2
+    with llm.prefix("orle", text, system=system, keep=0.5) as document:
+        count = len(document.tokens)
+        assert document.cached == count >= 512
+    expected = answered(llm, text, system)
+    again = load(str(smollm2.path), ctx_size=1024)
+    assert answered(again, text, system) == expected
+    ((about, folder),) = kept_prefixes()
+    assert about.keep == 0.5
+    (folder / "session").write_bytes(b"damaged")
+    assert answered(load(str(smollm2.path), ctx_size=1024), text, system) == expected
+    again.prefix("orle", text, system=system).close()  # all of it takes the place
+    assert answered(load(str(smollm2.path), ctx_size=1024), text, system) != expected
+
+
+def answered(llm: LLM, text: str, system: bool) -> tuple[object, ...]:
+    """An answer behind a kept text, all of which is found."""
+    options = llm.generation_options(temperature=0, max_tokens=8, logprobs=1)
+    with llm.prefix("orle") as session:
+        count = len(session.tokens)
+        if system:
+            answer = llm.chat(system=text, session=session, options=options).send("Who built it?")
+        else:
+            session.append("Who built it? It was")
+            answer = session.generate(options=options)
+        assert answer.stats.cached_tokens == count
+        return answer.text, answer.logprobs
+
+
 def test_another_text_takes_the_place(llm: LLM) -> None:
     llm.prefix("orle", DOCUMENT).close()
     with llm.prefix("orle", "Another text.") as prefix:
