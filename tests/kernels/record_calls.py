@@ -34,6 +34,7 @@ from edgellm.kernels.quantized import KINDS, dequantize
 from edgellm.kernels.sampling import native as sampling
 from edgellm.kernels.sampling import reference as reference_sampling
 from edgellm.kernels.step import native as step
+from edgellm.kernels.step import native_spans
 
 # In the order of `Type` in c_interface.cpp.
 _TYPES = ("float32", "float64", "int8", "uint8", "uint16", "int64")
@@ -220,7 +221,7 @@ def record(path: Path) -> None:
     """Write all calls to a file."""
     recorder = Recorder()
     with ExitStack() as patches:
-        for module in (native, attention, kv_append, linear, sampling, step):
+        for module in (native, attention, kv_append, linear, native_spans, sampling, step):
             patches.enter_context(patch.object(module, "address", recorder.address))
         # what is written holds zeros before
         patches.enter_context(patch.object(np, "empty", np.zeros))
