@@ -234,17 +234,7 @@ def run(
     raw = _continues_raw(llm, text, raw, told=system is not None or tool_arguments != {} or budget)
     if text is None:
         _refuse_in_chat({**of_one, "--json": as_json or None})
-        os.write(sys.stdout.fileno(), b"")  # closed stdout is an error before the user types
-        from edgellm.cli.repl import chat
-
-        return chat(
-            llm,
-            sampling=sampling,
-            system=system,
-            session=session,
-            reasoning_budget=budget,
-            stats=shown,
-        )
+        return _chat(llm, sampling, system, session, budget, stats=shown)
     logit_filter = None if grammar is None else llm.grammar_filter(grammar)
     return _answer(
         llm,
@@ -258,6 +248,29 @@ def run(
         stats=shown,
         trace=trace,
         as_json=as_json,
+    )
+
+
+def _chat(
+    llm: LLM,
+    sampling: GenerationArguments,
+    system: str | None,
+    session: Session | None,
+    budget: int | None,
+    *,
+    stats: ShownStats,
+) -> int:
+    """Chat with the user, and return the exit code."""
+    os.write(sys.stdout.fileno(), b"")  # closed stdout is an error before the user types
+    from edgellm.cli.repl import chat
+
+    return chat(
+        llm,
+        sampling=sampling,
+        system=system,
+        session=session,
+        reasoning_budget=budget,
+        stats=stats,
     )
 
 
@@ -363,7 +376,7 @@ def _begin_with(
     if prefix.kind == "text":
         if text is None:
             raise OptionError(f"--cache {cache}: a text to continue, so give a prompt")
-        return system, prefix.text + text, True, session
+        return system, text, True, session
     if raw or system is not None:
         raise OptionError(f"--cache {cache} is a system prompt; leave out --raw and -sys")
     return prefix.text, text, False, session
@@ -391,7 +404,7 @@ def _answer(
     with cancel_on_interrupt() as cancel, progress_bar() as progress:
         if raw:
             session = session or llm.session()
-            session.replace(llm.engine.tokenizer.encode(text, parse_special=True))
+            session.append(text, parse_special=True)
             pieces = session.stream(
                 cancel=cancel, progress=progress, logit_filter=logit_filter, **sampling
             )
