@@ -89,7 +89,7 @@ STORAGE: dict[KVFormat, Storage] = {
     "k4v2": Storage(np.int8, 8, sealing=Sealing(4, 2)),
 }
 KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
-# Formats that seal full blocks, in C++ alone, and those that keep all rows as they are.
+# Formats that seal full blocks, and those that keep all rows as they are.
 SEALED = tuple(name for name, storage in STORAGE.items() if storage.sealing is not None)
 ROW_FORMATS = tuple(name for name in STORAGE if name not in SEALED)
 SCALED = tuple(name for name, storage in STORAGE.items() if storage.scaled)
@@ -364,6 +364,11 @@ def allocate(
             np.empty((blocks, layers, kv_heads, BLOCK), np.float32) for _ in range(2)
         )
     return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent, sealed, recent)
+
+
+def row_format(format: KVFormat) -> KVFormat:
+    """Return the format of rows as they are written: int8 where blocks are sealed later."""
+    return format if STORAGE[format].sealing is None else "int8"
 
 
 def row_elements(format: KVFormat, head_dim: int) -> int:

@@ -216,7 +216,8 @@ class GroupTable:
     def use(self, side: Side, length: int) -> None:
         """Bring K and V of `length` tokens to `side`, to attend to them and write after them."""
         if self.store.replica is not None:
-            self.store.replica.use(side, self.held, max(0, length - self.first * BLOCK))
+            passed = (self.first - self.sinks) * BLOCK
+            self.store.replica.use(side, self.held, max(0, length - passed))
 
 
 class SealedTable(GroupTable):
@@ -242,6 +243,12 @@ class SealedTable(GroupTable):
         for block in reversed(self.ids[keep:]):
             self.store.pool.release(block)
         del self.ids[keep:]
+
+    def use(self, side: Side, length: int) -> None:
+        """Bring the blocks that rows up to `length` read to `side`, to seal later ones there."""
+        if self.store.replica is not None:
+            self.store.replica.bring(side, self.ids[1 : sealed_end(length)])
+            self.store.replica.write(side, self.ids[sealed_end(length) :])
 
     def lacking(self, start: int, end: int, *, rows: int) -> int:
         return max(0, sealed_end(end) - max(1, len(self.ids)))

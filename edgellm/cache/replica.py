@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgellm.cache.groups import Blocks, Side
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceSealed, DeviceStates
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
 
 
@@ -17,14 +17,14 @@ class Replica:
     """
 
     def __init__(self, host: Blocks, device: str) -> None:
-        if isinstance(host, SealedBlocks):
-            raise TypeError("no device has sealed blocks")
         self.host = host
-        self.device: DevicePool = (
-            DeviceBlocks.like(host, device)
-            if isinstance(host, KVBlocks)
-            else DeviceStates.like(host, device)
-        )
+        self.device: DevicePool
+        if isinstance(host, KVBlocks):
+            self.device = DeviceBlocks.like(host, device)
+        elif isinstance(host, SealedBlocks):
+            self.device = DeviceSealed.like(host, device)
+        else:
+            self.device = DeviceStates.like(host, device)
         self._newer: dict[int, Side] = {}
 
     def use(self, side: Side, table: Sequence[int], length: int) -> None:

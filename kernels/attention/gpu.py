@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from edgellm.kernels.attention.gpu_sealed import attend_sealed
 from edgellm.kernels.attention.gpu_tiles import (
     JOB_FIELDS,
     ROW_FIELDS,
@@ -28,8 +29,8 @@ from edgellm.kernels.attention.gpu_tiles import (
 )
 from edgellm.kernels.gpu.device import aligned
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
-from edgellm.kernels.gpu.elementwise import soft_capped
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.elementwise import soft_capped, softened
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, SealedPlace
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES, row_elements
@@ -268,12 +269,7 @@ def attention_kernel(
             score = soft_capped(score, cap) * LOG2_E
         seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
         score = tl.where(seen & written[None, :], score, float("-inf"))
-        now = tl.maximum(largest, tl.max(score, axis=1))
-        safe = tl.where(now == float("-inf"), 0.0, now)
-        p = tl.exp2(score - safe[:, None])
-        keep = tl.exp2(largest - safe)
-        largest = now
-        weight = weight * keep + tl.sum(p, axis=1)
+        p, keep, largest, weight = softened(score, largest, weight)
         if LATENT == 0:
             codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
             if not SCALED:
@@ -378,6 +374,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
     coded: CodedRows | None = None,
+    sealed: SealedPlace | None = None,
 ) -> None:
     """Compute softmax(scale * q k^T) v over each sequence's tokens, up to each query's position.
 
@@ -386,7 +383,8 @@ def attend(
         q: queries of all spans `[C, H, D]` float32, from `append_rotated`; where the blocks have
             latents, with what these are multiplied by behind it.
         work: work of the programs, by `Tiling.plan` for these blocks and heads.
-        out: results, `[C, H, D]` float32, or as wide as latents.
+        out: results, `[C, H, D]` float32, or as wide as latents. Of sealed blocks, it has the
+            queries before the Hadamard transform, from `append_rotated` as well.
         partials: buffers for `C` tokens or more.
         window: number of positions that a query sees, its own included; None: all positions.
         scale: factor of the scores; None is `D ** -0.5`.
@@ -394,14 +392,33 @@ def attend(
         sinks: for each head a score without key and value, `[H]` float32, if any.
         gate: numbers whose sigmoids results are multiplied by, `[C, H * D]` float32, or None.
         coded: where results are written as codes instead, if `takes_codes`.
+        sealed: sealed blocks of the same layers, where the format seals them.
     """
     host, width = blocks.host, blocks.host.value_dim
-    tokens, heads, head_dim = q.shape[0], q.shape[1], blocks.host.head_dim
+    heads, head_dim = q.shape[1], blocks.host.head_dim
     key_row, row = (row_elements(blocks.format, each) for each in (head_dim, width))
     # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
     large = width > (64 if blocks.format == "f32" else 256)
     halves = host.latent > 0 or blocks.format not in ("int8", "int4")
     wide = work.tile == ROWS or (large and halves)
+    scale = head_dim**-0.5 if scale is None else scale
+    keys = Tiling.of(blocks, heads).keys
+    if sealed is not None:
+        attend_sealed(
+            blocks,
+            tables,
+            sealed,
+            layer,
+            q,
+            out,
+            work,
+            (partials.sums, partials.largest, partials.weight),
+            scale=scale,
+            softcap=softcap,
+            keys=keys,
+            warps=8 if wide else 4,
+        )
+        return _combine(blocks, q, work, out, partials, sinks=sinks, gate=gate, coded=coded)
     attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         blocks.k,
@@ -418,7 +435,7 @@ def attend(
         layer,
         host.layers,
         window or 1 << 30,
-        head_dim**-0.5 if scale is None else scale,
+        scale,
         0.0 if softcap is None else softcap,
         GROUP=heads // host.kv_heads,
         HEAD_DIM=head_dim,
@@ -428,12 +445,28 @@ def attend(
         KEY_WIDTH=max(16, aligned(key_row)),
         WIDTH=max(16, aligned(row)),
         ROWS=work.tile,
-        KEYS=Tiling.of(blocks, heads).keys,
+        KEYS=keys,
         BLOCK=BLOCK,
         FIELDS=JOB_FIELDS,
         num_warps=8 if wide else 4,
         **early(),
     )
+    _combine(blocks, q, work, out, partials, sinks=sinks, gate=gate, coded=coded)
+
+
+def _combine(
+    blocks: DeviceBlocks,
+    q: torch.Tensor,
+    work: Work,
+    out: torch.Tensor,
+    partials: Partials,
+    *,
+    sinks: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    coded: CodedRows | None,
+) -> None:
+    """Add up the splits; see `attend`."""
+    (tokens, heads), width = q.shape[:2], blocks.host.value_dim
     combine_kernel[(tokens * heads,)](
         partials.sums,
         partials.largest,

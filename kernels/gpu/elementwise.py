@@ -52,6 +52,17 @@ def softplus(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def softened(score: tl.tensor, largest: tl.tensor, weight: tl.tensor) -> tl.tensor:
+    """Take scores `[R, K]`, for exp2, into an online softmax: its weights, the factor by which what
+    came before shrinks, and the largest score and sum of weights so far."""
+    now = tl.maximum(largest, tl.max(score, axis=1))
+    safe = tl.where(now == float("-inf"), 0.0, now)
+    p = tl.exp2(score - safe[:, None])
+    keep = tl.exp2(largest - safe)
+    return p, keep, now, weight * keep + tl.sum(p, axis=1)
+
+
+@triton.jit
 def soft_capped(x: tl.tensor, cap: tl.tensor) -> tl.tensor:
     """Return cap * tanh(x / cap), with an error of at most 1e-7 cap."""
     return cap - 2.0 * cap / (1.0 + tl.exp(2.0 * x / cap))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import KVBlocks, KVFormat
+from edgellm.kernels.kv_blocks import KVBlocks, KVFormat, SealedBlocks, Sealing, row_format
 from edgellm.kernels.state_blocks import StateBlocks
 
 _DTYPES: dict[KVFormat, torch.dtype] = {
@@ -76,7 +76,7 @@ class DeviceBlocks(_DevicePool):
     @classmethod
     def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
         """Allocate as many blocks as the host's pool has, with undefined contents."""
-        dtype = _DTYPES[host.format]
+        dtype = _DTYPES[row_format(host.format)]
         k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
         offset = None if host.key_offset is None else torch.tensor(host.key_offset, device=device)
         if host.k_scale is None:
@@ -90,6 +90,10 @@ class DeviceBlocks(_DevicePool):
     @property
     def format(self) -> KVFormat:
         return self.host.format
+
+    @property
+    def row_format(self) -> KVFormat:
+        return row_format(self.host.format)
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
         host = self.host
@@ -120,7 +124,50 @@ class DeviceStates(_DevicePool):
         yield self.states, self.host.states
 
 
-DevicePool = DeviceBlocks | DeviceStates
+@dataclass(frozen=True)
+class DeviceSealed(_DevicePool):
+    """Copy of a pool of sealed blocks in device memory, with arrays of the same shapes.
+
+    Attributes:
+        host: the pool on the host.
+    """
+
+    host: SealedBlocks
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    @classmethod
+    def like(cls, host: SealedBlocks, device: str) -> DeviceSealed:
+        """Allocate as many blocks as the host's pool has, with undefined contents."""
+        k, v = (torch.empty(x.shape, dtype=torch.uint8, device=device) for x in (host.k, host.v))
+        scales = (
+            torch.empty(x.shape, dtype=torch.float16, device=device)
+            for x in (host.k_scale, host.v_scale)
+        )
+        return cls(host, k, v, *scales)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        yield from zip((self.k, self.v, self.k_scale, self.v_scale), self.host.arrays, strict=True)
+
+
+@dataclass(frozen=True)
+class SealedPlace:
+    """Sealed blocks of the sequences of a step.
+
+    Attributes:
+        blocks: pool of the blocks.
+        tables: ids of the sealed blocks of each sequence `[S, blocks]` int64, on the device.
+        sealing: bits of a number in them.
+    """
+
+    blocks: DeviceSealed
+    tables: torch.Tensor
+    sealing: Sealing
+
+
+DevicePool = DeviceBlocks | DeviceStates | DeviceSealed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.norms import HeadNorms
-from edgellm.kernels.kv_blocks import BLOCK, SCALED
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ def append_kernel(
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
     q_ptr: tl.tensor,
+    plain_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
@@ -216,6 +217,8 @@ def append_kernel(
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SPREAD_VALUES: tl.constexpr,
+    PLAIN: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     VALUES: tl.constexpr,
@@ -232,6 +235,8 @@ def append_kernel(
     Args:
         row_heads: number of heads in a row of `qkv`.
         NORM, VALUES: order and values of `DeviceNorms`, or None and False.
+        SPREAD_VALUES: whether values go through the Hadamard transform as well.
+        PLAIN: whether queries are stored as they are before it, too.
         SHARED: whether V is K, which a row has once.
     """
     allow_next(EARLY)
@@ -292,9 +297,12 @@ def append_kernel(
         shifted = tl.where(is_value | (head < heads), 0, HEAD_DIM)
         offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
         x -= tl.load(offset_ptr + d, mask=d < shifted, other=0.0)
+    if PLAIN:
+        plain = (token.to(tl.int64) * heads + head) * HEAD_DIM + d
+        tl.store(plain_ptr + plain, x, mask=inside & is_query)
     if HADAMARD > 0:
         after = spread(x, HADAMARD)
-        x = tl.where(is_value, x, after) if FORMAT == "int8" else after
+        x = after if SPREAD_VALUES else tl.where(is_value, x, after)
     if head < heads:
         out = (token.to(tl.int64) * heads + head) * HEAD_DIM + d
         tl.store(q_ptr + out, x, mask=inside)
@@ -322,6 +330,7 @@ def append_rotated(
     *,
     bias: torch.Tensor | None = None,
     norms: DeviceNorms | None = None,
+    plain: torch.Tensor | None = None,
 ) -> None:
     """Normalize Q and K, apply RoPE to them, write K and V at their positions, and Q to `q`.
 
@@ -331,9 +340,10 @@ def append_rotated(
         qkv: `[C, H + 2 Hkv, D]` float32; `[C, H + Hkv, D]` where V is K before its norm, and
             `[C, H, D]` in a layer that reads K and V of another, which writes none.
         cos, sin: RoPE table, `[positions, half]` float32.
-        q: output `[C, H, D]` float32; for int8 and int4 blocks after the Hadamard transform.
+        q: output `[C, H, D]` float32; for blocks with scales after the Hadamard transform.
         bias: biases of a row of `qkv`, added before norms, float32, or None.
         norms: norms of Q, K and V, if any.
+        plain: output like `q` before the Hadamard transform, or None.
     """
     host, head_dim = blocks.host, blocks.host.head_dim
     (tokens, row_heads), heads = qkv.shape[:2], q.shape[1]
@@ -345,6 +355,7 @@ def append_rotated(
         cos,
         sin,
         q,
+        q if plain is None else plain,
         blocks.k,
         blocks.v,
         blocks.k_scale,
@@ -363,8 +374,10 @@ def append_rotated(
         0.0 if norms is None else norms.epsilon,
         HEAD_DIM=head_dim,
         WIDTH=aligned(head_dim),
-        FORMAT=blocks.format,
+        FORMAT=blocks.row_format,
         HADAMARD=hadamard_size(blocks, SCALED, head_dim),
+        SPREAD_VALUES=blocks.format in SPREAD_VALUES,
+        PLAIN=plain is not None,
         BIAS=bias is not None,
         NORM=None if norms is None else norms.order,
         VALUES=norms is not None and norms.values,

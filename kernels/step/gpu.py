@@ -157,8 +157,8 @@ class DeviceStep:
         """
         if self._device == "cpu":
             return
-        pools = [place.blocks.host.count for place in self._inputs.places.values()]
-        reach = min(MAX_ROWS, self._positions, min(pools) * BLOCK)
+        counts = [pool.count for pool in self._pools if not isinstance(pool, StateBlocks)]
+        reach = min(MAX_ROWS, self._positions, min(counts) * BLOCK)
 
         def first(rows: int) -> StepSpan:
             states = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,26 +16,34 @@ from edgellm.kernels.attention.gpu_tiles import (
     Tiling,
     Work,
 )
-from edgellm.kernels.checks import block_ids, indices
+from edgellm.kernels.checks import block_ids, indices, sealed_ids
 from edgellm.kernels.gpu.kv_blocks import (
     STATE_ROW_FIELDS,
     STATE_SPAN_FIELDS,
     DeviceBlocks,
     DevicePool,
+    DeviceSealed,
     DeviceStateRows,
     DeviceStates,
+    SealedPlace,
 )
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import BLOCK, STORAGE, SealedBlocks
+from edgellm.kernels.sealed_blocks import sealed_end
 from edgellm.kernels.state_blocks import StateView
 from edgellm.kernels.step.span import StepSpan, check_spans, check_states
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of the tokens' K and V in one pool: its blocks, and block tables `[S, blocks]`."""
+    """Place of the tokens' K and V in one pool: its blocks, and block tables `[S, blocks]`.
+
+    Attributes:
+        sealed: the same of its sealed blocks, where its format seals blocks.
+    """
 
     blocks: DeviceBlocks
     tables: torch.Tensor
+    sealed: SealedPlace | None
 
 
 class SpanInputs:
@@ -66,7 +74,7 @@ class SpanInputs:
             vocabulary: number of token ids.
         """
         self._pools = [pool.host for pool in pools]
-        kv = {n: pool for n, pool in enumerate(pools) if isinstance(pool, DeviceBlocks)}
+        kv = {n: pool for n, pool in enumerate(pools) if not isinstance(pool, DeviceStates)}
         states = {n: pool for n, pool in enumerate(pools) if isinstance(pool, DeviceStates)}
         self._room = rows
         self._positions = positions
@@ -86,7 +94,8 @@ class SpanInputs:
         shape = len(tilings), len(kv)
         host = _parts(self._host, sizes, *shape)
         self.tokens, self._rows, self._jobs, on_device, tables = _parts(self._device, sizes, *shape)
-        self.places = {n: Place(kv[n], tables[:, index]) for index, n in enumerate(kv)}
+        self._tabled = list(kv)
+        self.places = _places(kv, {n: tables[:, index] for index, n in enumerate(kv)})
         self.states = {
             n: DeviceStateRows(states[n], *_state_parts(each, rows))
             for n, each in zip(states, on_device, strict=True)
@@ -146,15 +155,20 @@ class SpanInputs:
         count, end = len(span.tokens), span.start + len(span.tokens)
         if end > self._positions:
             raise ValueError(f"position {end} is beyond the {self._positions} of the RoPE table")
-        for pool, n in enumerate(self.places):
-            table = list(span.tables[n])
+        for index, n in enumerate(self._tabled):
+            table, pool = list(span.tables[n]), self._pools[n]
             reaches = span.start >= 0 and end <= len(table) * BLOCK
-            if reaches and self._copied.get((number, pool)) == table:
+            if isinstance(pool, SealedBlocks):
+                reaches = span.start >= 0 and sealed_end(end) <= max(1, len(table))
+            if reaches and self._copied.get((number, index)) == table:
                 continue
-            ids = block_ids(table, self._pools[n].count, start=span.start, tokens=count)
-            row = self._host_tables[number, pool]
+            if isinstance(pool, SealedBlocks):
+                ids = sealed_ids(table, pool, tokens=end)
+            else:
+                ids = block_ids(table, pool.count, start=span.start, tokens=count)
+            row = self._host_tables[number, index]
             row[: len(ids)] = ids[: len(row)]
-            self._copied[number, pool] = table
+            self._copied[number, index] = table
 
     def _set_states(
         self, pool: int, counts: Sequence[int], views: Sequence[StateView | None]
@@ -188,6 +202,22 @@ class SpanInputs:
         plan, of = self._planned[number][0], np.array(starts, np.int32)
         rows[: len(plan.rows), 0] = plan.rows[:, 0] + of[plan.row_spans]
         jobs[: len(plan.jobs), START] = of[plan.job_spans]
+
+
+def _places(
+    pools: Mapping[int, DeviceBlocks | DeviceSealed], tables: Mapping[int, torch.Tensor]
+) -> dict[int, Place]:
+    """Return the place of the tokens in each pool of rows, with that of the sealed blocks."""
+    places = {}
+    for n, pool in pools.items():
+        if isinstance(pool, DeviceSealed):
+            continue
+        sealing, sealed = STORAGE[pool.format].sealing, None
+        for other, each in pools.items():
+            if isinstance(each, DeviceSealed) and each.host is pool.host.sealed and sealing:
+                sealed = SealedPlace(each, tables[other], sealing)
+        places[n] = Place(pool, tables[n], sealed)
+    return places
 
 
 def _parts(

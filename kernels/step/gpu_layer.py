@@ -5,7 +5,7 @@ norm behind a product, and each layer norm, takes another one; experts take thre
 there are many rows; a shared expert takes two. A short convolution takes three in place of the
 first four, a delta net or Mamba-2 six; a Mamba-2 beside attention takes six more. Attention over
 latents takes seven launches more, an MLP beside experts five, a laurel five, an embedding of the
-layer's own five, and residual streams three.
+layer's own five, residual streams three, and sealing blocks one.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from edgellm.kernels.attention.gpu_tiles import Tiling, Work
 from edgellm.kernels.gpu.device import on_device
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStateRows
 from edgellm.kernels.kv_append.gpu import DeviceNorms, append_rotated
+from edgellm.kernels.kv_seal.gpu import seal
 from edgellm.kernels.latent.gpu import DeviceLatent
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
@@ -267,6 +268,7 @@ class DeviceLayer:
             self._add_laurel(buffers, self.laurel, product)
         q, out = (some(each, rows, self.o.inputs) for each in (buffers.q, buffers.attended))
         shape = rows, -1, self.host.head_dim
+        sealed = place.sealed
         append_rotated(
             place.blocks,
             place.tables,
@@ -277,7 +279,10 @@ class DeviceLayer:
             q.view(shape),
             bias=self.qkv_bias,
             norms=self.head_norms,
+            plain=None if sealed is None else out.view(shape),
         )
+        if sealed is not None and self.host.kv_from is None:
+            seal(place.blocks, place.tables, sealed, self.slot, work.rows)
         coded = buffers.coded if takes_codes(self.host.head_dim) else None
         attend(
             place.blocks,
@@ -293,6 +298,7 @@ class DeviceLayer:
             sinks=self.sinks,
             gate=gate,
             coded=coded,
+            sealed=sealed,
         )
         return out, coded
 
