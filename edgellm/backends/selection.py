@@ -41,6 +41,12 @@ from edgellm.store.precision_support import (
 from edgellm.store.precision_support import require as require_support
 
 _HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
+# Options of the KV cache that the C++ kernels alone have, and what these do then.
+_NATIVE_ALONE = {
+    "kv_read": "choose the blocks to read",
+    "kv_budget": "leave blocks out",
+    "prefill_mass": "read a part of a prompt",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,23 +185,19 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"provider other than {CUDA} as `prefill` and {NATIVE}, {PORTABLE} or {CHUNKED} as "
             "`decode`, or `scheduling` stall_free"
         )
-    if options.kv_format in SEALED and (prefill, decode) != (NATIVE, NATIVE):
+    if options.kv_format in SEALED and not {prefill, decode} <= set(STEPS):
         raise OptionError(
             f"`kv_format` is {options.kv_format!r}, `prefill` {prefill} and `decode` {decode}: the "
-            f"C++ kernels alone seal blocks; take {NATIVE} for both, or a `kv_format` among "
-            f"{', '.join(ROW_FORMATS)}"
+            f"C++ and Triton kernels alone seal blocks; take {NATIVE} for both, or {TRITON}, or a "
+            f"`kv_format` among {', '.join(ROW_FORMATS)}"
         )
-    if options.kv_budget is not None and (prefill, decode) != (NATIVE, NATIVE):
-        raise OptionError(
-            f"`kv_budget` is {options.kv_budget}, `prefill` {prefill} and `decode` {decode}: the "
-            f"C++ kernels alone leave blocks out; take {NATIVE} for both, or no `kv_budget`"
-        )
-    if options.prefill_mass is not None and (prefill, decode) != (NATIVE, NATIVE):
-        raise OptionError(
-            f"`prefill_mass` is {options.prefill_mass}, `prefill` {prefill} and `decode` {decode}: "
-            f"the C++ kernels alone read a part of a prompt; take {NATIVE} for both, or no "
-            "`prefill_mass`"
-        )
+    for name, part in _NATIVE_ALONE.items():
+        value = getattr(options, name)
+        if value is not None and (prefill, decode) != (NATIVE, NATIVE):
+            raise OptionError(
+                f"`{name}` is {value}, `prefill` {prefill} and `decode` {decode}: the C++ kernels "
+                f"alone {part}; take {NATIVE} for both, or no `{name}`"
+            )
     policy = options.schedule
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
@@ -203,13 +205,15 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
 
 
 def needs_native(options: EngineOptions) -> bool:
-    """Whether the C++ kernels alone have the options of the KV cache."""
-    parts = (options.kv_budget, options.prefill_mass)
-    return options.kv_format in SEALED or any(part is not None for part in parts)
+    """Whether `auto` means the C++ kernels: they alone have the options of the KV cache, or have
+    sealed blocks, which Triton has on no GPU yet, and so only where it is named."""
+    named = TRITON in (options.decode, options.prefill)
+    alone = any(getattr(options, name) is not None for name in _NATIVE_ALONE)
+    return alone or (options.kv_format in SEALED and not named)
 
 
 def _native_for_cache(options: EngineOptions) -> EngineOptions:
-    """Return options in which `auto` means the C++ kernels, where they alone have the KV cache."""
+    """Return options in which `auto` means the C++ kernels, where they are there and needed."""
     if not needs_native(options) or options.precision is not None or library() is None:
         return options
     decode, prefill = (NATIVE if x == AUTO else x for x in (options.decode, options.prefill))

@@ -416,7 +416,6 @@ def attend(
             scale=scale,
             softcap=softcap,
             keys=keys,
-            warps=8 if wide else 4,
         )
         return _combine(blocks, q, work, out, partials, sinks=sinks, gate=gate, coded=coded)
     attention_kernel[(len(work.jobs), host.kv_heads)](

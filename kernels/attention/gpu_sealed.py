@@ -2,9 +2,9 @@
 
 A tile's rows see the sealed blocks first, and then the rows of the first block and the last ones.
 Where a tile lies across the end of a block, its first rows read the block before the last as rows,
-and the others as sealed; both parts of the loop have it then, each for its rows. Codes are exact in
-halves. Keys by channel are codes times `half` in halves; the middles, which may be far larger, go
-into the scores in float32.
+and the others as sealed; both loops have it then, each for its rows. Codes are exact in halves.
+Keys by channel are codes times `half` in halves. The middles, which may be far larger and are
+exact, are a product of their own.
 """
 
 from __future__ import annotations
@@ -181,10 +181,10 @@ def sealed_attention_kernel(
     at = query[:, None] * HEAD_DIM + key_at[None, :]
     inside = there[:, None] & key_inside[None, :]
     if BY_CHANNEL:
-        plain = tl.load(plain_ptr + at, mask=inside, other=0.0)
-    else:
-        plain = tl.load(q_ptr + at, mask=inside, other=0.0)
-    q, size = in_halves(plain)
+        q_ptr, plain_ptr = plain_ptr, q_ptr
+    q, size = in_halves(tl.load(q_ptr + at, mask=inside, other=0.0))
+    size *= scale
+    one = (tl.arange(0, 16) == 0)[None, :]
     for first in range(tl.maximum(begin, BLOCK), tl.minimum(end, last_sealed * BLOCK), KEYS):
         block = tl.load(sealed_table_ptr + first // BLOCK)
         place = (block * layers + layer) * kv_heads + kv_head
@@ -195,12 +195,13 @@ def sealed_attention_kernel(
         if BY_CHANNEL:
             line_ptr = sealed_k_scale_ptr + place * (2 * HEAD_DIM) + key_at
             half = tl.load(line_ptr, mask=key_inside, other=0.0)
-            middle = tl.load(line_ptr + HEAD_DIM, mask=key_inside, other=0.0).to(tl.float32)
-            score = tl.dot(q, odd(codes, KEY_BITS) * half[:, None]) * size[:, None]
-            score = (score + tl.sum(plain * middle[None, :], axis=1)[:, None]) * scale
+            middle = tl.load(line_ptr + HEAD_DIM, mask=key_inside, other=0.0)[:, None]
+            middle = tl.where(one, middle, tl.zeros([WIDTH, 16], tl.float16))
+            score = tl.dot(q, odd(codes, KEY_BITS) * half[:, None])
+            score = (score + tl.sum(tl.dot(q, middle), axis=1)[:, None]) * size[:, None]
         else:
             k_scale = tl.load(sealed_k_scale_ptr + place * BLOCK + j).to(tl.float32)
-            score = tl.dot(q, codes.to(tl.float16)) * (size * scale)[:, None] * k_scale[None, :]
+            score = tl.dot(q, codes.to(tl.float16)) * size[:, None] * k_scale[None, :]
         if CAP:
             score = soft_capped(score, cap) * LOG2_E
         score = tl.where((first // BLOCK < sealed)[:, None], score, float("-inf"))
@@ -223,8 +224,8 @@ def sealed_attention_kernel(
     if BY_CHANNEL:
         at = query[:, None] * HEAD_DIM + c[None, :]
         inside = there[:, None] & (c < HEAD_DIM)[None, :]
-        q, size = in_halves(tl.load(q_ptr + at, mask=inside, other=0.0))
-    size *= scale
+        q, size = in_halves(tl.load(plain_ptr + at, mask=inside, other=0.0))
+        size *= scale
     # keys of the first block, and behind a gap those that the first row reads as rows
     gap = (first_sealed - 1) * BLOCK
     low = tl.where(begin < BLOCK, begin, tl.maximum(begin - gap, BLOCK))
@@ -275,7 +276,6 @@ def attend_sealed(
     scale: float,
     softcap: float | None,
     keys: int,
-    warps: int,
 ) -> None:
     """Compute the partial results of `attend` in `gpu.py`, whose arguments these are.
 
@@ -283,10 +283,10 @@ def attend_sealed(
         plain: queries before the Hadamard transform.
         partials: buffers of `Partials`.
         keys: number of keys in a tile.
-        warps: number of warps of a program.
     """
     host, bits = blocks.host, sealed.sealing
     k = sealed.blocks.k if bits.channels else sealed.blocks.k.view(torch.int8)
+    width = max(16, aligned(host.head_dim))
     sealed_attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         plain,
@@ -313,11 +313,11 @@ def attend_sealed(
         KEY_BITS=bits.key_bits,
         VALUE_BITS=bits.value_bits,
         CAP=softcap is not None,
-        WIDTH=max(16, aligned(host.head_dim)),
+        WIDTH=width,
         ROWS=work.tile,
         KEYS=keys,
         BLOCK=BLOCK,
         FIELDS=JOB_FIELDS,
-        num_warps=warps,
+        num_warps=8 if work.tile * width >= 4096 else 4,
         **early(),
     )

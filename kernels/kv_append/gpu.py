@@ -298,8 +298,8 @@ def append_kernel(
         offset_ptr += (layer * kv_heads + head - heads) * HEAD_DIM
         x -= tl.load(offset_ptr + d, mask=d < shifted, other=0.0)
     if PLAIN:
-        plain = (token.to(tl.int64) * heads + head) * HEAD_DIM + d
-        tl.store(plain_ptr + plain, x, mask=inside & is_query)
+        plain_ptr += (token.to(tl.int64) * heads + head) * HEAD_DIM
+        tl.store(plain_ptr + d, x, mask=d < tl.where(is_query, HEAD_DIM, 0))
     if HADAMARD > 0:
         after = spread(x, HADAMARD)
         x = after if SPREAD_VALUES else tl.where(is_value, x, after)

@@ -22,8 +22,8 @@ from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_blocks import BLOCK
 
-# Rows of a block that are in registers at once.
-ROWS = 16
+# Rows of a block that are in registers at once, and warps: four of them spill 8 bytes on sm_80.
+ROWS, WARPS = 16, 8
 
 
 @triton.jit
@@ -294,5 +294,6 @@ def seal(
         VALUE_BITS=bits.value_bits,
         ROWS=ROWS,
         BLOCK=BLOCK,
+        num_warps=WARPS,
         **early(),
     )

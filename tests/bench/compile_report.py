@@ -27,15 +27,16 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.altup import AltUpWeights, Streams
 from edgellm.kernels.delta_net import DeltaNetWeights
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceStates
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, DevicePool, DeviceSealed, DeviceStates
 from edgellm.kernels.kv_append import HeadNorms
-from edgellm.kernels.kv_blocks import KVFormat, allocate
+from edgellm.kernels.kv_blocks import SEALED, KVFormat, allocate
 from edgellm.kernels.latent import LatentWeights
 from edgellm.kernels.linear.packed import PackedWeights, packed_shape
 from edgellm.kernels.lora import AdapterWeights, LowRank, pack_adapter
 from edgellm.kernels.mamba2 import Mamba2Vectors, Mamba2Weights
 from edgellm.kernels.quantized import KINDS, Kind
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.short_conv import ShortConvWeights
 from edgellm.kernels.state_blocks import StateView, allocate_states
 from edgellm.kernels.step.gpu import DeviceStep
@@ -203,22 +204,20 @@ def _adapter(layers: Sequence[LayerWeights]) -> AdapterWeights:
 
 
 def _pools(shape: Shape, format: KVFormat, layers: Sequence[LayerWeights]) -> list[DevicePool]:
-    """Return pools of K and V for the layers that attend; wide ones have their own."""
+    """Return pools of K and V for the layers that attend, and of their sealed blocks; wide layers
+    have their own."""
     kinds = [(shape.kv_heads, shape.head_dim)] + ([shape.wide[:2]] if shape.wide else [])
-    return [
-        DeviceBlocks.like(
-            allocate(
-                format=format,
-                blocks=4,
-                layers=sum(pool in layer.pools and layer.mixer is None for layer in layers),
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                latent=shape.latent,
-            ),
-            "cpu",
-        )
-        for pool, (kv_heads, head_dim) in enumerate(kinds)
-    ]
+    pools: list[DevicePool] = []
+    sealed: list[DevicePool] = []
+    for pool, (kv_heads, head_dim) in enumerate(kinds):
+        count = sum(pool in layer.pools and layer.mixer is None for layer in layers)
+        sizes = {"blocks": 4, "layers": count, "kv_heads": kv_heads, "head_dim": head_dim}
+        packed = allocate_sealed(format=format, **sizes) if format in SEALED else None
+        host = allocate(format=format, latent=shape.latent, sealed=packed, **sizes)
+        pools.append(DeviceBlocks.like(host, "cpu"))
+        if packed is not None:
+            sealed.append(DeviceSealed.like(packed, "cpu"))
+    return [*pools, *sealed]
 
 
 def _gemma4(shape: Shape, wide: tuple[int, int, bool], turns: Iterator[Kind]) -> list[LayerWeights]:

@@ -21,7 +21,7 @@ from edgellm.cache.sequence import Sequence as CachedSequence
 from edgellm.engine.one_sequence import Hooks, compute_prompt, compute_tokens
 from edgellm.errors import CancelledError, MemoryEstimateError, OptionError, ProviderError
 from edgellm.kernels.gpu import device
-from edgellm.kernels.kv_blocks import KVFormat, allocate
+from edgellm.kernels.kv_blocks import SEALED, KVFormat, allocate
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.measure.explain import resident
@@ -362,3 +362,35 @@ def test_an_adapter_beyond_the_device_is_refused(
         with pytest.raises(MemoryEstimateError, match="for the adapter 0 MiB are needed"):
             llm.load_adapter("it", path)
         assert llm.adapters == []
+
+
+@pytest.mark.skipif(CPU == "cpu", reason="computes the first tokens in C++")
+@pytest.mark.parametrize("format", SEALED)
+def test_both_sides_seal_blocks(bundle: Bundle, format: KVFormat) -> None:
+    """Tokens in Triton seal a block, a prompt in C++ the next one, and each side reads both."""
+    tokens, found = [7, *((7 * i + i // 11) % 250 for i in range(530))], []
+    for decode in ("triton", "native"):
+        llm = load(str(bundle.path), kv_format=format, prefill="native", decode=decode)
+        sequence, logits = llm.engine.cache.sequence(), []
+        for start, end in ((0, 383), (386, 514)):
+            logits.append(logits_after(llm, tokens[start:end], sequence=sequence))
+            for token in tokens[end : end + 3]:
+                logits.append(compute_tokens(llm.engine.decoder, [token], sequence)[0])
+        found.append(np.stack(logits))
+        sequence.close()
+    assert close(*found)
+
+
+@pytest.mark.parametrize("format", ["k8v4", pytest.param("k4v4", marks=pytest.mark.smoke)])
+def test_formats_that_seal_blocks_are_taken_where_both_sides_have_them(
+    bundle: Bundle, format: KVFormat
+) -> None:
+    options = EngineOptions(kv_format=format, prefill="triton", decode="triton")
+    selection = select(options)
+    assert (selection.prefill, selection.decode) == ("triton", "triton")
+    with pytest.raises(OptionError, match="the C\\+\\+ and Triton kernels alone seal blocks"):
+        select(replace(options, prefill="cpu"))
+    for name, value in (("kv_read", 512), ("kv_budget", 1024), ("prefill_mass", 0.9)):
+        plain = replace(options, kv_format="k4v4" if name == "kv_read" else "int8")
+        with pytest.raises(OptionError, match=f"`{name}` is {value}.*take native for both"):
+            select(replace(plain, **{name: value}))
