@@ -102,14 +102,15 @@ _LOADING = (
         default="int8",
         show_default=True,
         help="How the KV cache is stored: k4v4 halves int8 of long texts, k8v4 saves a quarter, "
-        "k4v2 three fifths (C++ kernels alone); int4 halves it for all models, and costs quality.",
+        "k4v2 three fifths (C++, or Triton by name); int4 halves it for all models, and costs "
+        "quality.",
     ),
     click.option(
         "--kv-read",
         type=int,
         metavar="N",
         help="With k4v4 and k4v2: tokens that each token of an answer reads at most, those of its "
-        "context that matter most to it; prompts read all.  [default: all]",
+        "context that matter most to it (C++ kernels alone); prompts read all.  [default: all]",
     ),
     click.option(
         "--kv-budget",

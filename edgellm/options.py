@@ -111,12 +111,14 @@ class EngineOptions:
             provider. When a model is loaded, an accelerator takes the place of native if it is
             known to be faster (see `auto_backend.py`).
         kv_format: format of K and V in the KV cache. k8v4, k4v4 and k4v2 pack blocks of 128 tokens
-            once two later ones have begun, with the native kernels alone; layers with windows or
-            latents have int8 beside them. What stays of a context that shifts is computed again.
-        kv_read: with k4v4 and k4v2, tokens that each token of an answer reads at most of its
-            context, in whole blocks: the first, the last two, and the packed ones that matter most
-            to it, in each layer but the first two. Prompts read all, and nothing is forgotten. What
-            an answer has computed so is for its own session alone. None: all.
+            once two later ones have begun; layers with windows or latents have int8 beside them.
+            Native kernels have them, and Triton's where `decode` or `prefill` names these. What
+            stays of a context that shifts is computed again.
+        kv_read: with k4v4 and k4v2 and the native kernels, tokens that each token of an answer
+            reads at most of its context, in whole blocks: the first, the last two, and the packed
+            ones that matter most to it, in each layer but the first two. Prompts read all, and
+            nothing is forgotten. What an answer has computed so is for its own session alone. None:
+            all.
         kv_budget: tokens that a sequence holds at most in layers that see all positions, with the
             native kernels alone and formats that pack no blocks. The others are forgotten, and what
             stays of a context that shifts is computed again. None: all.

@@ -1,4 +1,7 @@
-"""Sealing: full KV blocks of int8 rows become blocks of fewer bits (`sealed_blocks.py`), in C++."""
+"""Sealing: full KV blocks of int8 rows become blocks of fewer bits (`sealed_blocks.py`), in C++.
+
+`gpu.py` has it in Triton.
+"""
 
 from __future__ import annotations
 
