@@ -287,6 +287,9 @@ def attend_sealed(
     host, bits = blocks.host, sealed.sealing
     k = sealed.blocks.k if bits.channels else sealed.blocks.k.view(torch.int8)
     width = max(16, aligned(host.head_dim))
+    wide = work.tile * width >= 4096
+    if not bits.channels and width == 64 and not wide:
+        keys = 32  # with 64 keys of rows, four warps spill 16 bytes on sm_90, and eight 8 on sm_80
     sealed_attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
         plain,
@@ -318,6 +321,6 @@ def attend_sealed(
         KEYS=keys,
         BLOCK=BLOCK,
         FIELDS=JOB_FIELDS,
-        num_warps=8 if work.tile * width >= 4096 else 4,
+        num_warps=8 if wide else 4,
         **early(),
     )

@@ -273,8 +273,10 @@ def test_rows_read_hot_and_sealed_blocks_as_the_reference_does(
 
 @pytest.mark.parametrize(
     "options",
-    [{"softcap": 2.0, "scale": 0.3}, {"sinks": np.array([-3, 0, 2, 5], "f4")}],
-    ids=["softcap", "sinks"],
+    [
+        pytest.param({"softcap": 2.0, "scale": 0.3}, id="softcap"),
+        pytest.param({"sinks": np.array([-3, 0, 2, 5], "f4")}, id="sinks", marks=pytest.mark.smoke),
+    ],
 )
 def test_parts_of_attention(triton_device: str, options: dict[str, Any]) -> None:
     cache = Cache.of("k4v4", 4, 2, 64, triton_device)
