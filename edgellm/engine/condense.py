@@ -115,20 +115,11 @@ def condense(
         np.zeros((group.kv.layers, group.kv.kv_heads, blocks * BLOCK), np.float32) if here else None
         for group, here in zip(engine.cache.groups, _condensable(engine), strict=True)
     ]
-    sequence = engine.thread.call(partial(_forked, context))
-    try:
-        for part in parts:
-            told = [*asked, *tokens[part.start * BLOCK : part.stop * BLOCK]]
-            for i in range(0, len(told), sequence.rows_at_once):
-                yield WORKING
-                rows = told[i : i + sequence.rows_at_once]
-                engine.thread.call(partial(_tell, engine, context, sequence, rows, part, shares))
-            engine.thread.call(partial(sequence.truncate, len(tokens)))
-        yield WORKING
-        kept = [None if of is None else _kept(of, keep) for of in shares]
-        return engine.thread.call(partial(_condensed, context, kept, tokens, blocks))
-    finally:
-        engine.thread.call(sequence.close)
+    for part in parts:
+        yield from _repeat(engine, context, tokens, asked, part, shares)
+    yield WORKING
+    kept = [None if of is None else _kept(of, keep) for of in shares]
+    return engine.thread.call(partial(_condensed, context, kept, tokens, blocks))
 
 
 def _repetitions(engine: Engine, tokens: list[int], blocks: int) -> tuple[list[int], list[range]]:
@@ -147,13 +138,47 @@ def _repetitions(engine: Engine, tokens: list[int], blocks: int) -> tuple[list[i
     return asked, [range(i, min(i + size, blocks)) for i in range(0, blocks, size)]
 
 
-def _forked(context: Context) -> Sequence:
-    """Fork a context's sequence, whose tokens no other one is to find behind it."""
+def _repeat(
+    engine: Engine,
+    context: Context,
+    tokens: list[int],
+    asked: list[int],
+    part: range,
+    shares: list[Shares | None],
+) -> Generator[Wait, None, None]:
+    """Compute the repetition of a part behind a fork of the context, and raise the shares of the
+    part's rows."""
+    rows = [*asked, *tokens[part.start * BLOCK : part.stop * BLOCK]]
+    sequence = engine.thread.call(partial(_forked, context, tokens))
+    try:
+        for i in range(0, len(rows), sequence.rows_at_once):
+            yield WORKING
+            some = rows[i : i + sequence.rows_at_once]
+            engine.thread.call(partial(_tell, engine, context, sequence, some, part, shares))
+    finally:
+        engine.thread.call(sequence.close)
+
+
+def _forked(context: Context, tokens: list[int]) -> Sequence:
+    """Fork a context's sequence, whose tokens no other one is to find behind it.
+
+    Raises:
+        CacheFullError: the context left the cache meanwhile.
+    """
     with awake(context):
+        _check_there(context, tokens)
         sequence = context.sequence.fork()
     if sequence.shareable is None:
         sequence.shareable = len(sequence)
     return sequence
+
+
+def _check_there(context: Context, tokens: list[int]) -> None:
+    if context.sequence.tokens != tokens:
+        raise CacheFullError(
+            "the session has changed, or other answers have taken its place in the KV cache; "
+            "condense it again"
+        )
 
 
 def _tell(
@@ -164,14 +189,19 @@ def _tell(
     part: range,
     shares: list[Shares | None],
 ) -> None:
-    """Compute rows of the repetition of a part, and raise the shares of the part's rows."""
-    seen, whole = sorted({0, *part}), len(context.tokens) // BLOCK
-    at = np.array(seen).repeat(BLOCK) * BLOCK + np.tile(np.arange(BLOCK), len(seen))
-    of_seen = [None if each is None else np.ascontiguousarray(each[:, :, at]) for each in shares]
+    """Compute rows of a repetition, which see the first block and the part."""
+    seen = sorted({0, *part})
+    at = slice(part.start * BLOCK, part.stop * BLOCK)
+    told = [
+        None if each is None else np.zeros((*each.shape[:2], len(seen) * BLOCK), np.float32)
+        for each in shares
+    ]
     heads = [
         None
         if each is None
-        else whole_blocks(table.store.kv, [table.ids[i] for i in seen], first=whole)
+        else whole_blocks(
+            table.store.kv, [table.ids[i] for i in seen], first=each.shape[2] // BLOCK
+        )
         for each, table in zip(shares, sequence.tables, strict=True)
     ]
     span = Span(
@@ -180,12 +210,12 @@ def _tell(
         adapter=None if context.adapter is None else context.adapter.weights,
         all_states=False,
         heads=heads,
-        shares=of_seen,
+        shares=told,
     )
     engine.prefill.run([span])
-    for each, told in zip(shares, of_seen, strict=True):
-        if each is not None:
-            each[:, :, at] = told
+    for each, raised in zip(shares, told, strict=True):
+        if each is not None and raised is not None:
+            np.maximum(each[:, :, at], raised[:, :, -len(part) * BLOCK :], out=each[:, :, at])
 
 
 def _kept(shares: Shares, keep: float) -> list[NDArray[np.int64]]:
@@ -207,8 +237,7 @@ def _condensed(
         CacheFullError: no block is free, or the context left the cache meanwhile.
     """
     with awake(context):
-        if context.sequence.tokens[: blocks * BLOCK] != tokens[: blocks * BLOCK]:
-            raise CacheFullError("other answers have taken the session's place in the KV cache")
+        _check_there(context, tokens)
         context.sequence.condense(kept, blocks)
     rows = blocks * BLOCK
     counts = [len(of) for group in kept if group is not None for of in group]

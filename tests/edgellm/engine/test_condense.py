@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from inspection import used_blocks
+from tiny_models import make, save_tokenizer
 
 from edgellm import (
     CacheFullError,
@@ -58,6 +61,40 @@ def answer(session: Session) -> Completion:
 def same(found: Completion, expected: Completion) -> None:
     assert found.tokens == expected.tokens
     assert found.logprobs == expected.logprobs
+
+
+@pytest.fixture(scope="module")
+def of_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """A bundle of a tiny model of a family."""
+
+    @cache
+    def make_bundle(family: str) -> str:
+        folder = tmp_path_factory.mktemp(family)
+        sizes = {"max_position_embeddings": 1024, "vocab_size": 320}
+        make(family, folder, **sizes, **({"sliding_window": 100} if "gemma" in family else {}))
+        save_tokenizer(folder)
+        return str(load(str(folder)).engine.bundle.path)
+
+    return make_bundle
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_layers_with_windows_or_states_stay_as_they_are(
+    of_family: Callable[[str], str], family: str, tmp_path: Path
+) -> None:
+    llm = start(of_family(family))
+    expected = answer(session_of(llm, None))
+    same(answer(session_of(llm, 1)), expected)
+    with session_of(llm, None) as session:
+        session.generate(max_tokens=0)
+        before = used_blocks(llm)
+        session.condense(0.3)
+        assert used_blocks(llm) < before
+        session.save(tmp_path / "saved")
+        expected = answer(session)
+    restored = start(of_family(family)).load_session(tmp_path / "saved")
+    assert restored.cached == len(TOKENS)
+    same(answer(restored), expected)
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "f32"])
