@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from edgellm.results import (
         Completion,
         Composition,
+        Condensed,
         DraftCounts,
         FinishReason,
         Piece,
@@ -66,6 +67,7 @@ _LAZY = {
     "ChatCallArguments": "edgellm.engine.call",
     "Completion": "edgellm.results",
     "Composition": "edgellm.results",
+    "Condensed": "edgellm.results",
     "DraftCounts": "edgellm.results",
     "EngineArguments": "edgellm.options",
     "EngineOptions": "edgellm.options",
@@ -108,6 +110,7 @@ __all__ = [
     "ChatCallArguments",
     "Completion",
     "Composition",
+    "Condensed",
     "ContextOverflowError",
     "DraftCounts",
     "EdgeLLMError",

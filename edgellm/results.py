@@ -136,6 +136,19 @@ class Composition:
 
 
 @dataclass(frozen=True)
+class Condensed:
+    """Outcome of `Session.condense`.
+
+    Attributes:
+        tokens: number of leading tokens of which rows of K and V were dropped.
+        keep: share of their rows that is left.
+    """
+
+    tokens: int
+    keep: float
+
+
+@dataclass(frozen=True)
 class RankedDocument:
     """A document with its relevance to a query.
 

@@ -11,14 +11,14 @@ from typing import Unpack
 
 from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
-from edgellm.engine.condense import Condensed, check_condensable, condense
+from edgellm.engine.condense import check_condensable, condense
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces, run
 from edgellm.engine.request import Request
 from edgellm.engine.turned import check_turnable, common_end, keep_end
 from edgellm.errors import OptionError
-from edgellm.results import Completion, Composition, Piece, Stats, completion
+from edgellm.results import Completion, Composition, Condensed, Piece, Stats, completion
 
 
 class Session:

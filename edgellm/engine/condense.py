@@ -10,7 +10,6 @@ as long behind 3,000 tokens.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -33,6 +32,7 @@ from edgellm.errors import (
 )
 from edgellm.kernels.head_blocks import choose_rows, whole_blocks
 from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.results import Condensed
 
 Shares = NDArray[np.float32]
 
@@ -41,19 +41,6 @@ REPEATED = 4
 _ASKED = "\n\nRepeat the previous context:\n\n"
 # Rows at both ends that every head keeps.
 _FIRST, _LAST = 4, 32
-
-
-@dataclass(frozen=True)
-class Condensed:
-    """Outcome of condensing a context.
-
-    Attributes:
-        rows: number of leading tokens of which rows were dropped.
-        keep: share of their rows that is left.
-    """
-
-    rows: int
-    keep: float
 
 
 def check_condensable(engine: Engine, context: Context) -> None:

@@ -111,7 +111,7 @@ def test_a_part_of_the_rows_takes_a_part_of_the_cache(bundle: str) -> None:
     session = session_of(llm, None)
     expected, whole = answer(session), used_blocks(llm)
     told = session.condense(0.3)
-    assert told.rows == len(TOKENS) // BLOCK * BLOCK
+    assert told.tokens == len(TOKENS) // BLOCK * BLOCK
     assert 0.25 < told.keep < 0.35
     # two blocks of heads' blocks, and the last block, in place of six
     assert (whole, used_blocks(llm)) == (6, 3)
