@@ -56,9 +56,10 @@ class Chat:
         tool_options: ToolOptions | None = None,
     ) -> None:
         self._engine = engine
-        self._session = (
-            Session(engine) if session is None else check_session(session, engine).fork()
-        )
+        self._session = Session(engine)
+        if session is not None:
+            self._session = check_session(session, engine).fork()
+            options = replace(options, adapter=options.adapter or self._session._adapter)
         self._forgotten: list[Message] = []  # behind the system prompt; not shown to the model
         self._dropped = 0  # number of their tokens, at the last answer
         self._turn = threading.Lock()  # held by the answer that is on its way

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from edgellm.checks import check_number
+from edgellm.engine.condense import check_condensable
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.errors import CancelledError, OptionError, SessionFileError, TemplateError
@@ -148,6 +149,8 @@ def _compute(
     folder = _folder(engine, about.name, adapter)
     with Session(engine, adapter=adapter) as session:
         session.replace(tokens)
+        if about.keep < 1:
+            check_condensable(engine, tokens)
         answer = session.generate(max_tokens=0, progress=progress)
         if answer.finish_reason != "length":
             raise CancelledError(f"prefix {about.name!r}: {answer.finish_reason}; nothing is kept")

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from edgellm.checks import check_number, check_path
 from edgellm.engine.call import Call, CallArguments, model_call
-from edgellm.engine.condense import check_condensable, condense
+from edgellm.engine.condense import condense
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
 from edgellm.engine.loop import Pending, aiterate, iterate, pieces, run
@@ -147,24 +147,28 @@ class Session:
         any of it. Forks and files of the session are condensed as well (KVzip, arXiv:2505.23416).
 
         Args:
-            keep: share of the rows that is kept, of all heads together; each has a block.
+            keep: share of the rows that is kept, of all heads together. Each has 128 rows at
+                least, so a short context keeps more.
 
         Returns:
             What was dropped.
 
         Raises:
-            OptionError: the session is shorter than 256 tokens or condensed already, or the
-                model's options leave parts of a context out.
+            OptionError: the session is shorter than 257 tokens, condensed already or changed by
+                another thread, or the model's back ends or options read no condensed context.
             UnsupportedModelError: no layer of the model can have a condensed context.
             ContextOverflowError: the context has no room to repeat 128 tokens.
             CacheFullError: other answers hold the KV cache.
         """
         check_number("keep", keep, 0, 1)
-        check_condensable(self._engine, self._context)
         call = self._call({})
         call = replace(call, options=replace(call.options, time_limit_ms=None))
         work = condense(self._engine, self._context, keep=keep, call=call)
-        return run(self._engine.loop, work)
+        condensed = run(self._engine.loop, work)
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+        return condensed
 
     def fork(self) -> Session:
         """Return another session with the same tokens; no block is copied before one grows."""

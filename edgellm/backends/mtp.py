@@ -90,6 +90,7 @@ class MtpModel:
             tokens=[0] * len(entering),  # what enters is no embedding
             start=start,
             logit_rows=1,
+            heads=sequence.heads,
         )
         group = LayerGroup(layers=range(len(self._weights.step.layers)), entering=entering)
         result = self._step.run([span], threads=self._threads, group=group)

@@ -64,6 +64,11 @@ class Selection:
     precision: str | None = None
 
     @property
+    def native(self) -> bool:
+        """Whether the C++ kernels compute prompts and answers."""
+        return (self.prefill, self.decode) == (NATIVE, NATIVE)
+
+    @property
     def shares_cpu(self) -> bool:
         """Whether the CPU provider runs at the same time as the host, not in turns with it."""
         return self.prefill == CPU and self.policy != "serial"

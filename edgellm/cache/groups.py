@@ -77,6 +77,11 @@ class CacheGroup:
         return self.window is None and self.part == "all" and self.policy is None
 
     @property
+    def condensable(self) -> bool:
+        """Whether a context's rows can be dropped head by head."""
+        return self.keeps_all and not self.latent
+
+    @property
     def sinks(self) -> int:
         """Number of first blocks that a sequence keeps, whatever `first_block` is."""
         return int(self.part == "hot" or self.policy is not None)
@@ -131,7 +136,7 @@ class StateGroup:
     layers: tuple[int, ...]
     elements: int
     interval: int = 1
-    keeps_all = False
+    keeps_all = condensable = False
     sinks = 0
 
     def first_block(self, length: int) -> int:
@@ -192,7 +197,7 @@ def stored_groups(
     """
     attending = [group for group in groups if isinstance(group, CacheGroup)]
     sealing = [g for g in attending if format in SEALED and g.window is None and not g.latent]
-    if format in SEALED and not sealing:
+    if format in SEALED and attending and not sealing:
         raise OptionError(
             f"`kv_format` is {format!r}: this model has sliding windows or latents in all layers "
             f"that attend, and {format} seals blocks of attention to all positions; take int8 or "

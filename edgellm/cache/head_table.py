@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from edgellm.cache.block_pool import BlockPool
 from edgellm.cache.group_table import GroupBlocks, GroupTable
-from edgellm.kernels.head_blocks import HeadBlocks, blocks_for, copy_rows, head_blocks
+from edgellm.kernels.head_blocks import HeadBlocks, blocks_for, head_blocks
 from edgellm.kernels.kv_blocks import BLOCK
 
 Allocate = Callable[[BlockPool], int]
@@ -64,21 +61,6 @@ class HeadTable(GroupTable):
         finally:
             for block in ids:  # which the table holds, if there is one
                 store.pool.release(block)
-
-    @classmethod
-    def condensed(
-        cls,
-        table: GroupTable,
-        rows: Sequence[NDArray[np.int64]],
-        blocks: int,
-        allocate: Allocate,
-    ) -> HeadTable:
-        """Take the place of a table whose first blocks are whole; see `Sequence.condense`."""
-        store, counts = table.store, [len(of) // BLOCK for of in rows]
-        made = cls.of(store, counts, blocks, allocate, table.ids[blocks:])
-        copy_rows(store.kv, table.ids[:blocks], rows, made.heads)
-        table.cut(0)
-        return made
 
     @property
     def of_heads(self) -> list[int]:

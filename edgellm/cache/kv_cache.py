@@ -43,7 +43,6 @@ from edgellm.kernels.kv_blocks import (
     BLOCK,
     KV_FORMATS,
     SEALED,
-    KVBlocks,
     KVFormat,
     SealedBlocks,
     allocate,
@@ -340,10 +339,10 @@ class KVCache:
             return False
         limits = [group.group.first_block(length) for group in self.groups]
         for number, counts in enumerate(heads):
-            blocks = self.groups[number].blocks
+            store = self.groups[number]
             if counts is None:
                 continue
-            if not isinstance(blocks, KVBlocks) or len(counts) != blocks.layers * blocks.kv_heads:
+            if not store.group.condensable or len(counts) != store.kv.layers * store.kv.kv_heads:
                 return False
             if not all(1 <= count <= firsts[number] for count in counts):
                 return False

@@ -22,7 +22,7 @@ from edgellm.cache.group_table import GroupTable, ShiftingTable, StateTable
 from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, Root, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
-from edgellm.kernels.head_blocks import HeadBlocks
+from edgellm.kernels.head_blocks import HeadBlocks, copy_rows
 from edgellm.kernels.kv_blocks import BLOCK, KVView
 from edgellm.kernels.state_blocks import StateRows, StateView
 
@@ -184,12 +184,23 @@ class Sequence:
             table.pass_window(len(self))
             table.grow(end, self._allocate)
 
-    def open_seen(
-        self,
-        end: int,
-        firsts: SequenceOf[int] | None = None,
-        heads: SequenceOf[SequenceOf[int] | None] = (),
+    def open_heads(
+        self, firsts: SequenceOf[int], heads: SequenceOf[SequenceOf[int] | None]
     ) -> None:
+        """Make room for the blocks of heads of a condensed context, in an empty sequence.
+
+        Args:
+            firsts, heads: see `PackedBlocks`.
+
+        Raises:
+            CacheFullError: no block is free.
+        """
+        for group, counts in enumerate(heads):
+            if counts is not None:
+                store = self.tables[group].store
+                self.tables[group] = HeadTable.of(store, counts, firsts[group], self._allocate)
+
+    def open_seen(self, end: int, firsts: SequenceOf[int] | None = None) -> None:
         """Make positions up to `end` writable, but only in blocks that later tokens see.
 
         For K and V that are read instead of computed.
@@ -197,16 +208,7 @@ class Sequence:
         Args:
             firsts: number of the first block in each group; None: the first that tokens from
                 position `end` on see.
-            heads: blocks of each KV head in each group, None where it is whole; of a condensed
-                context.
         """
-        for group, counts in enumerate(heads):
-            if counts is not None and firsts is not None:
-                whole = self.tables[group]
-                whole.cut(0)
-                self.tables[group] = HeadTable.of(
-                    whole.store, counts, firsts[group], self._allocate
-                )
         for group, table in enumerate(self.tables):
             seen = table.store.group.first_block(end)
             table.open_from(seen if firsts is None else firsts[group], end, self._allocate)
@@ -287,14 +289,25 @@ class Sequence:
             blocks: number of blocks of which the others are dropped.
 
         Raises:
-            CacheFullError: no block is free; the groups before are condensed already.
+            CacheFullError: no block is free; nothing has changed.
         """
+        made: dict[int, HeadTable] = {}
+        try:
+            for group, kept in enumerate(rows):
+                if kept is not None:
+                    table, counts = self.tables[group], [len(of) // BLOCK for of in kept]
+                    made[group] = HeadTable.of(
+                        table.store, counts, blocks, self._allocate, table.ids[blocks:]
+                    )
+        except CacheFullError:
+            for each in made.values():
+                each.cut(0)
+            raise
+        for group, each in made.items():
+            table, self.tables[group] = self.tables[group], each
+            copy_rows(each.store.kv, table.ids[:blocks], rows[group] or (), each.heads)
+            table.cut(0)
         self.shareable = 0
-        for group, kept in enumerate(rows):
-            if kept is not None:
-                self.tables[group] = HeadTable.condensed(
-                    self.tables[group], kept, blocks, self._allocate
-                )
 
     def rename(self, root: Root) -> None:
         """Go on under another root, without the tokens whose K and V are not the same there."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from edgellm.backends.batch import Span
 from edgellm.backends.registry import NATIVE
-from edgellm.cache.groups import CacheGroup
 from edgellm.cache.sequence import Sequence
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
@@ -43,14 +42,15 @@ _ASKED = "\n\nRepeat the previous context:\n\n"
 _FIRST, _LAST = 4, 32
 
 
-def check_condensable(engine: Engine, context: Context) -> None:
-    """Refuse a model or options whose context cannot be condensed.
+def check_condensable(engine: Engine, tokens: list[int]) -> None:
+    """Refuse a model, options or tokens that cannot be condensed.
 
     Raises:
-        UnsupportedModelError, OptionError: it is refused.
+        UnsupportedModelError, OptionError, ContextOverflowError: it is refused, see
+            `Session.condense`.
     """
     options, selection = engine.options, engine.selection
-    if (selection.prefill, selection.decode) != (NATIVE, NATIVE):
+    if not selection.native:
         raise OptionError(
             f"`prefill` is {selection.prefill} and `decode` {selection.decode}: the C++ kernels "
             f"alone read a condensed context; take {NATIVE} for both"
@@ -60,20 +60,17 @@ def check_condensable(engine: Engine, context: Context) -> None:
             "a context is condensed as a whole, and with `kv_budget` or `prefill_mass` parts of "
             "it are not read; leave them out"
         )
-    if not any(_condensable(engine)):
+    if not any(group.group.condensable for group in engine.cache.groups):
         raise UnsupportedModelError(
             f"{engine.bundle.manifest.name} with KV cache {options.kv_format}: a context is "
             "condensed in layers that attend to all positions, without latents, and in a format "
             "that packs no blocks, such as int8"
         )
-    if any(context.sequence.heads):
-        raise OptionError("the session is condensed already; condense a new one, with less to keep")
-
-
-def _condensable(engine: Engine) -> list[bool]:
-    """Return, for each cache group, whether its rows can be dropped head by head."""
-    groups = [group.group for group in engine.cache.groups]
-    return [isinstance(g, CacheGroup) and g.keeps_all and not g.latent for g in groups]
+    if len(tokens) <= 2 * BLOCK:
+        raise OptionError(
+            f"the session has {len(tokens)} tokens; {2 * BLOCK + 1} are the fewest to condense"
+        )
+    _repetitions(engine, tokens)
 
 
 def condense(
@@ -81,41 +78,44 @@ def condense(
 ) -> Generator[Wait, None, Condensed]:
     """Drop rows of K and V of a context's whole blocks, after computing all of it.
 
+    Tokens whose K and V are copies, or stand behind a gap, are computed in place before.
+
     Args:
         keep: share of the rows that is kept.
 
     Raises:
-        OptionError: the context is shorter than two blocks.
-        ContextOverflowError: there is no room behind it to repeat it.
-        CacheFullError: no block is free.
+        EdgeLLMError: see `Session.condense`.
     """
     tokens, _ = context.read()
-    context.set(tokens)
-    blocks = len(tokens) // BLOCK
-    if blocks < 2:
-        raise OptionError(
-            f"the session has {len(tokens)} tokens; {2 * BLOCK} are the fewest to condense"
-        )
-    asked, parts = _repetitions(engine, tokens, blocks)
+    check_condensable(engine, tokens)
+    if any(engine.thread.call(lambda: context.sequence.heads)):
+        raise OptionError("the session is condensed already; condense a new one, with less to keep")
+    context.replace(tokens)
+    asked, parts = _repetitions(engine, tokens)
     yield from compute(engine, context, call)
+    rows = parts[-1].stop * BLOCK
     shares = [
-        np.zeros((group.kv.layers, group.kv.kv_heads, blocks * BLOCK), np.float32) if here else None
-        for group, here in zip(engine.cache.groups, _condensable(engine), strict=True)
+        np.zeros((group.kv.layers, group.kv.kv_heads, rows), np.float32)
+        if group.group.condensable
+        else None
+        for group in engine.cache.groups
     ]
     for part in parts:
         yield from _repeat(engine, context, tokens, asked, part, shares)
     yield WORKING
     kept = [None if of is None else _kept(of, keep) for of in shares]
-    return engine.thread.call(partial(_condensed, context, kept, tokens, blocks))
+    return engine.thread.call(partial(_condensed, context, kept, tokens, rows))
 
 
-def _repetitions(engine: Engine, tokens: list[int], blocks: int) -> tuple[list[int], list[range]]:
+def _repetitions(engine: Engine, tokens: list[int]) -> tuple[list[int], list[range]]:
     """Return the tokens that ask for a repetition, and the blocks of each part.
+
+    The block of the last token stays whole, as an answer begins with that token.
 
     Raises:
         ContextOverflowError: there is no room.
     """
-    asked = engine.tokenizer.encode(_ASKED, add_bos=False)
+    asked, blocks = engine.tokenizer.encode(_ASKED, add_bos=False), (len(tokens) - 1) // BLOCK
     size = min(REPEATED, (engine.ctx_size - len(tokens) - len(asked)) // BLOCK)
     if size < 1:
         raise ContextOverflowError(
@@ -161,11 +161,10 @@ def _forked(context: Context, tokens: list[int]) -> Sequence:
 
 
 def _check_there(context: Context, tokens: list[int]) -> None:
+    if context.tokens != tokens:
+        raise OptionError("the session was changed while it was condensed; it is not condensed")
     if context.sequence.tokens != tokens:
-        raise CacheFullError(
-            "the session has changed, or other answers have taken its place in the KV cache; "
-            "condense it again"
-        )
+        raise CacheFullError("other answers have taken the session's place in the KV cache")
 
 
 def _tell(
@@ -216,7 +215,7 @@ def _condensed(
     context: Context,
     kept: list[list[NDArray[np.int64]] | None],
     tokens: list[int],
-    blocks: int,
+    rows: int,
 ) -> Condensed:
     """Drop the other rows.
 
@@ -225,7 +224,6 @@ def _condensed(
     """
     with awake(context):
         _check_there(context, tokens)
-        context.sequence.condense(kept, blocks)
-    rows = blocks * BLOCK
+        context.sequence.condense(kept, rows // BLOCK)
     counts = [len(of) for group in kept if group is not None for of in group]
     return Condensed(rows, sum(counts) / (len(counts) * rows))

@@ -198,9 +198,12 @@ class Context:
 
         def change() -> None:
             self._begin_change()
-            if not self.sequence.heads:  # a condensed context is as the session wanted it
+            aside = None if self._swapped is None else self._swapped.blocks
+            heads = self.sequence.heads if aside is None else aside.heads
+            if not any(heads):  # a condensed context is as the session wanted it
                 self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
-            self._swapped, self.shifts = None, False
+                self._swapped = None
+            self.shifts = False
             self._set(ids)
 
         self.engine.thread.call(change)
@@ -266,6 +269,11 @@ class Context:
             tokens = self.checked("tokens", saved.tokens)
         except OptionError as error:
             raise SessionFileError(f"{path}: {error}") from None
+        if any(saved.heads) and not engine.selection.native:
+            raise SessionFileError(
+                f"{path}: its context is condensed, which the C++ kernels alone read; load the "
+                "model with `prefill` and `decode` native"
+            )
         if not engine.cache.can_begin(saved.firsts, saved.heads, saved.computed):
             raise SessionFileError(f"{path}: its header is damaged; save the session again")
         # K and V of another back end are for this session, and not for others to find
@@ -287,8 +295,9 @@ class Context:
     def _fill(self, tokens: list[int], shareable: int | None, blocks: PackedBlocks) -> bool:
         """Fill an empty sequence with the result of `KVCache.pack`; False if the size differs."""
         sequence = self.sequence
+        sequence.open_heads(blocks.firsts, blocks.heads)
         with sequence.reserved(len(tokens), windowed=False):
-            sequence.open_seen(len(tokens), blocks.firsts, blocks.heads)
+            sequence.open_seen(len(tokens), blocks.firsts)
             if not self.engine.cache.unpack(sequence, memoryview(blocks.data)):
                 return False
             sequence.shareable = shareable
@@ -333,7 +342,8 @@ class Context:
     def begin(self) -> None:
         """Take over the longest cached prefix, without the last token."""
         cache, prefix = self.engine.cache, self.tokens[:-1]
-        if cache.cached_prefix(prefix, root=self.sequence.root) > len(self.sequence):
+        longer = cache.cached_prefix(prefix, root=self.sequence.root) > len(self.sequence)
+        if longer and not self.sequence.heads:
             self.sequence.close()
             self.sequence = cache.sequence(prefix, root=self.sequence.root)
         self.sequence.truncate(min(len(self.sequence), len(prefix)))

@@ -219,9 +219,10 @@ def test_the_answer_is_the_same(
         check_same(llm, TOKENS, options)
 
 
-def test_one_that_is_right_is_accepted(right: tuple[str, str, Judge]) -> None:
+@pytest.mark.parametrize("kv_format", ["int8", "k4v4"])
+def test_one_that_is_right_is_accepted(right: tuple[str, str, Judge], kv_format: Any) -> None:
     with (
-        load(right[0], draft=right[1], draft_p_min=0) as llm,
+        load(right[0], draft=right[1], draft_p_min=0, kv_format=kv_format) as llm,
         pytest.MonkeyPatch.context() as patch,
         llm.session() as session,
     ):
@@ -230,6 +231,19 @@ def test_one_that_is_right_is_accepted(right: tuple[str, str, Judge]) -> None:
             session.append(TOKENS[begin : begin + 100])
             counts = session.generate(**GREEDY).stats.drafts["mtp"]
             assert counts.accepted > 0.8 * counts.drafted > 15
+
+
+def test_it_reads_a_condensed_context(right: tuple[str, str, Judge]) -> None:
+    with (
+        load(right[0], draft=right[1], draft_p_min=0) as llm,
+        pytest.MonkeyPatch.context() as patch,
+        llm.session() as session,
+    ):
+        draft_with(patch, "mtp")
+        session.append(TOKENS[:300])
+        session.condense(1)  # all rows, in blocks of heads
+        counts = session.generate(**GREEDY).stats.drafts["mtp"]
+        assert counts.accepted > 0.8 * counts.drafted > 15
 
 
 def test_an_answer_that_is_preempted_or_shifts(

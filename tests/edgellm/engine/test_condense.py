@@ -17,6 +17,7 @@ from edgellm import (
     Completion,
     ContextOverflowError,
     OptionError,
+    SessionFileError,
     UnsupportedModelError,
 )
 from edgellm.kernels.kv_blocks import BLOCK
@@ -145,9 +146,44 @@ def test_other_prompts_find_no_condensed_block(bundle: str) -> None:
     session = session_of(llm, 0.3)
     answer(session)
     same(llm.generate([*TOKENS, *BEHIND], **ANSWER), expected)
+    # what was computed to condense it has seen a part
+    repeated = [*TOKENS, *llm.tokenize("\n\nRepeat the previous context:\n\n"), *TOKENS[:200]]
+    found = llm.generate(repeated, **ANSWER)
+    same(found, start(bundle).generate(repeated, **ANSWER))
+    assert found.stats.cached_tokens <= len(TOKENS)
+    # and the session stays as it is where others have computed its text
+    assert answer(session).logprobs != expected.logprobs
 
 
-def test_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
+def test_an_answer_begins_behind_whole_blocks(bundle: str) -> None:
+    """With its last token, whose block is not condensed."""
+    llm = start(bundle)
+    session = llm.session()
+    session.append(TOKENS[:640])
+    assert session.condense(0.3).tokens == 512
+    before = used_blocks(llm)
+    assert session.generate(**ANSWER).stats.cached_tokens == 639
+    assert used_blocks(llm) == before + 1
+
+
+def test_what_is_not_exact_is_computed_first(bundle: str) -> None:
+    """Copies, and what stands behind forgotten tokens."""
+    llm = start(bundle)
+    session = session_of(llm, None)
+    session.generate(max_tokens=0)
+    changed = [*TOKENS[:50], 3, *TOKENS[50:]]
+    session.replace(changed, recompute=0.1)
+    session.condense(1)
+    plain = start(bundle).session()
+    plain.append(changed)
+    same(answer(session), answer(plain))
+    session.replace([*changed, 5])
+    assert session.cached == len(changed)
+    session.close()
+    assert used_blocks(llm) == 0
+
+
+def test_forks_rewinds_and_files(bundle: str, tiny_model: Path, tmp_path: Path) -> None:
     llm = start(bundle)
     session = session_of(llm, 0.3)
     expected = answer(session)
@@ -160,6 +196,9 @@ def test_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
     same(answer(restored), expected)
     with pytest.raises(OptionError, match="condensed already"):
         restored.condense(0.2)
+    other = load(str(tiny_model), ctx_size=1024, decode="portable", prefill="cpu")
+    with pytest.raises(SessionFileError, match="`decode` native"):
+        other.load_session(tmp_path / "saved")
     whole = start(bundle)
     for length in (650, 300):  # behind what was condensed, and into it
         for each, other in ((branch, restored), (session_of(whole, None), None)):
@@ -182,6 +221,10 @@ def test_it_is_moved_aside_and_put_back(bundle: str) -> None:
     assert (session.cached, used_blocks(llm)) == (0, 0)
     same(answer(session), expected)
     assert used_blocks(llm) == 3
+    llm.engine.thread.call(context.give_back)
+    session.replace([*TOKENS, 9])  # as a chat does
+    session.rewind(len(TOKENS))
+    same(answer(session), expected)
 
 
 def test_others_do_not_take_its_blocks(bundle: str) -> None:
@@ -229,8 +272,8 @@ def test_what_cannot_be_condensed_is_refused(bundle: str, tiny_model: Path) -> N
     refused(ContextOverflowError, "raise `ctx_size` to 8", ctx_size=768)
     with start(bundle) as llm:
         session = llm.session()
-        session.append(TOKENS[:255])
-        with pytest.raises(OptionError, match="255 tokens; 256 are the fewest"):
+        session.append(TOKENS[:256])
+        with pytest.raises(OptionError, match="256 tokens; 257 are the fewest"):
             session.condense()
         with pytest.raises(OptionError, match=r"`keep` is 1\.5"):
             session.condense(1.5)
