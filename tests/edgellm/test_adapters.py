@@ -368,6 +368,13 @@ def test_named_prefixes_are_of_one_adapter(llm: LLM) -> None:
     with llm.prefix("it", adapter="one") as session:
         assert session.cached > 100
         assert session.generate(max_tokens=6, temperature=0).tokens == expected
+    with llm.prefix("it", text, system=True, adapter="one") as session:
+        # a chat that begins with the session has its adapter, unless another one is named
+        own, other = (
+            llm.chat(system=text, session=session, max_tokens=2, **options).send("a").stats
+            for options in ({}, {"adapter": "two"})
+        )
+        assert (own.cached_tokens, other.cached_tokens) == (len(session.tokens), 0)
     with llm.prefix("it") as session:
         assert session.generate(max_tokens=6, temperature=0).tokens != expected
 
