@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from multiprocessing import get_context
-from typing import get_args
+from typing import Any, get_args
 
 import click
 import numpy as np
@@ -211,7 +211,8 @@ def _pools(shape: Shape, format: KVFormat, layers: Sequence[LayerWeights]) -> li
     sealed: list[DevicePool] = []
     for pool, (kv_heads, head_dim) in enumerate(kinds):
         count = sum(pool in layer.pools and layer.mixer is None for layer in layers)
-        sizes = {"blocks": 4, "layers": count, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes: dict[str, Any] = {"blocks": 4, "layers": count}
+        sizes |= {"kv_heads": kv_heads, "head_dim": head_dim}
         packed = allocate_sealed(format=format, **sizes) if format in SEALED else None
         host = allocate(format=format, latent=shape.latent, sealed=packed, **sizes)
         pools.append(DeviceBlocks.like(host, "cpu"))
