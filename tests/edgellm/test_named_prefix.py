@@ -61,7 +61,7 @@ def test_a_system_prompt_is_found_by_chats(llm: LLM, smollm2: Bundle) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="installed without a compiler")
-@pytest.mark.parametrize("system", [False, True])
+@pytest.mark.parametrize("system", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_condensed_text_is_condensed_after_a_restart(
     llm: LLM, smollm2: Bundle, system: bool
 ) -> None:
