@@ -1,10 +1,11 @@
 """Condensed contexts: the rows of K and V that a context needs to be told again, and no others.
 
 The model is asked to repeat the context part by part, each with the first block and the part alone
-in sight, and the rows are kept that a query of the repetition attends to most, of all layers and KV
-heads together (KVzip, Kim et al., arXiv:2505.23416). So what is kept does not hang on the question
-that comes later. In sight of the whole context the repetition finds no better rows, and takes twice
-as long behind 3,000 tokens.
+in sight, and the rows are kept that a query of the repetition attends to most, of all KV heads of a
+cache group together (KVzip, Kim et al., arXiv:2505.23416). So what is kept does not hang on the
+question that comes later. In sight of the whole context, as published, a repetition found no better
+rows, and its cost grows with the square of the length. Layers that read K and V of another layer
+have no say in what that one keeps.
 """
 
 from __future__ import annotations
