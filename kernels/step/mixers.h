@@ -215,6 +215,19 @@ protected:
         tell_shares(worker, layer, heads);
     }
 
+    // Calls `work` with a span and an item of it, for so many items of each span as `items` says.
+    template <typename Items, typename Work>
+    void each_of_spans(edgellm::Worker& worker, const Items& items, const Work& work) const {
+        int count = 0;
+        for (int s = 0; s < call_.span_count; ++s) count += items(s);
+        if (count == 0) return;
+        worker.each(count, [&](int item) {
+            int s = 0;
+            for (; item >= items(s); ++s) item -= items(s);
+            work(s, item);
+        });
+    }
+
     // Raises the shares that spans ask for to what their rows give to the keys of a layer.
     void tell_shares(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
         constexpr int RUN = 8;  // blocks, for which queries are rounded once
@@ -223,12 +236,7 @@ protected:
             const bool asked = span.shares && span.shares[layer.pool] && layer.has_own_kv();
             return asked ? (span.share_blocks + RUN - 1) / RUN * heads.kv_heads : 0;
         };
-        int count = 0;
-        for (int s = 0; s < call_.span_count; ++s) count += items(s);
-        if (count == 0) return;
-        worker.each(count, [&](int item) {
-            int s = 0;
-            for (; item >= items(s); ++s) item -= items(s);
+        each_of_spans(worker, items, [&](int s, int item) {
             const edgellm::Span& span = call_.spans[s];
             const int kv_head = item % heads.kv_heads, from = item / heads.kv_heads * RUN;
             const size_t head = size_t(layer.slot) * heads.kv_heads + kv_head;
@@ -247,12 +255,8 @@ protected:
             const int first = edgellm::KV::sealed_end(span.start);
             return std::pair<int, int>{first, edgellm::KV::sealed_end(span.start + span.rows) - first};
         };
-        int count = 0;
-        for (int s = 0; s < call_.span_count; ++s) count += heads * blocks(s).second;
-        if (count == 0) return;
-        worker.each(count, [&](int item) {
-            int s = 0;
-            for (; item >= heads * blocks(s).second; ++s) item -= heads * blocks(s).second;
+        const auto items = [&](int s) { return heads * blocks(s).second; };
+        each_of_spans(worker, items, [&](int s, int item) {
             seal(kv_of(layer, s), layer.slot, item % heads, blocks(s).first + item / heads);
         });
     }
@@ -336,12 +340,7 @@ protected:
             const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
             return (blocks.to - blocks.from) * heads.kv_heads;
         };
-        int count = 0;
-        for (int s = 0; s < call_.span_count; ++s) count += items(s);
-        if (count == 0) return;
-        worker.each(count, [&](int item) {
-            int s = 0;
-            for (; item >= items(s); ++s) item -= items(s);
+        each_of_spans(worker, items, [&](int s, int item) {
             const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
             const int block = blocks.to - 1 - item / heads.kv_heads, kv_head = item % heads.kv_heads;
             const edgellm::BlockLists lists = this->lists(heads, s, kv_head);

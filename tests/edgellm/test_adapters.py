@@ -369,12 +369,8 @@ def test_named_prefixes_are_of_one_adapter(llm: LLM) -> None:
         assert session.cached > 100
         assert session.generate(max_tokens=6, temperature=0).tokens == expected
     with llm.prefix("it", text, system=True, adapter="one") as session:
-        # a chat that begins with the session has its adapter, unless another one is named
-        own, other = (
-            llm.chat(system=text, session=session, max_tokens=2, **options).send("a").stats
-            for options in ({}, {"adapter": "two"})
-        )
-        assert (own.cached_tokens, other.cached_tokens) == (len(session.tokens), 0)
+        chat = llm.chat(system=text, session=session, max_tokens=2)  # with its adapter
+        assert chat.send("a").stats.cached_tokens == len(session.tokens)
     with llm.prefix("it") as session:
         assert session.generate(max_tokens=6, temperature=0).tokens != expected
 
@@ -398,11 +394,9 @@ def test_drafts_leave_answers_as_they_are(llm: LLM) -> None:
     repeating = [*PROMPT, *PROMPT[:40]]
     for adapter in (None, "one", "two"):
         options: dict[str, Any] = {"adapter": adapter, "max_tokens": 30, "temperature": 0}
-        drafted, plain = (
-            llm.generate(repeating, speculate=speculate, ignore_eos=True, **options)
-            for speculate in (True, False)
-        )
-        assert drafted.tokens == plain.tokens
+        options["ignore_eos"] = True
+        plain = llm.generate(repeating, speculate=False, **options)
+        assert llm.generate(repeating, **options).tokens == plain.tokens
 
 
 def test_a_draft_model_drafts_without_an_adapter(
