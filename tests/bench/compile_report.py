@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from multiprocessing import get_context
 from typing import Any, get_args
@@ -22,7 +22,7 @@ from typing import Any, get_args
 import click
 import numpy as np
 from compile_shapes import SHAPES, Shape
-from kernel_launches import Launch, Usage, compile_for, recorded_launches
+from kernel_launches import Launch, compile_for, recorded_launches
 from numpy.typing import NDArray
 
 from edgellm.kernels.altup import AltUpWeights, Streams
@@ -89,58 +89,65 @@ def _span(count: int, pools: Sequence[DevicePool]) -> StepSpan:
 @click.option("--models", default=",".join(SHAPES), help="Whose shapes.", show_default=True)
 @click.option("--formats", default=",".join(get_args(KVFormat)), help="Of the KV cache.")
 @click.option("--kinds", default=",".join(KINDS), help="Of weights, taking turns in the layers.")
+@click.option("--kernels", default="", help="Words of which one is in a kernel's name.")
 @click.option("--loops", is_flag=True, help="Count the instructions of the longest loop.")
 @click.option("--once", is_flag=True, help="Leave out what differs in sizes alone.")
 @click.argument("targets", nargs=-1)
 def main(
-    *, models: str, formats: str, kinds: str, loops: bool, once: bool, targets: Sequence[str]
+    *,
+    models: str,
+    formats: str,
+    kinds: str,
+    kernels: str,
+    loops: bool,
+    once: bool,
+    targets: Sequence[str],
 ) -> None:
     """Print a line for each kernel and target such as sm_90.
 
     Fails if a kernel spills registers, or needs more shared memory than such a device has.
     Kinds of weights whose blocks do not fit a model's shapes are left out.
     """
-    every = {model: _all_launches(model, formats, kinds) for model in models.split(",")}
+    every = {model: _all_launches(SHAPES[model], formats, kinds) for model in models.split(",")}
     tasks = [
-        (model, index, target)
-        for model, index in _chosen(every, once=once)
+        (model, launch, target)
+        for model, launch in _chosen(every, once=once)
+        if any(word in launch.name for word in kernels.split(","))
         for target in targets or TARGETS
     ]
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
     failures = 0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        usages = pool.map(partial(_compile_task, formats=formats, kinds=kinds), tasks)
-        for (model, index, target), usage in zip(tasks, usages, strict=True):
-            launch = every[model][index]
+        _, launched, goals = zip(*tasks, strict=True)
+        usages = pool.map(partial(compile_for, loops=loops), launched, goals)
+        for (model, launch, target), usage in zip(tasks, usages, strict=True):
             room = _SHARED_KIB.get(target, 227) << 10
             failures += usage.spilled > 0 or usage.shared > room
             print(
                 f"{launch.name:18} {model:13} {target:7} {usage.registers:9} "
                 f"{usage.spilled:7} {usage.shared:6}  {launch.settings}"
             )
-            if loops:
+            if usage.loop is not None:
                 counts = ", ".join(f"{name} {count}" for name, count in usage.loop.items())
                 print(f"    {sum(usage.loop.values())} in the loop: {counts}")
     sys.exit(int(failures > 0))
 
 
-def _chosen(every: Mapping[str, Sequence[Launch]], *, once: bool) -> Iterator[tuple[str, int]]:
-    """Yield models and indices of their launches; `once` leaves out those of other sizes alone."""
+def _chosen(every: Mapping[str, Sequence[Launch]], *, once: bool) -> Iterator[tuple[str, Launch]]:
+    """Yield models and their launches; `once` leaves out those of other sizes alone."""
     seen = set[object]()
     for model, launched in every.items():
-        for index, launch in enumerate(launched):
+        for launch in launched:
             # a part that is absent has size 0 or 1, and other code than one that is there
             settings = [(n, v > 1 if n in _SIZES else v) for n, v in launch.constants]
             key = (launch.name, launch.signature, launch.warps, tuple(settings))
             if not once or key not in seen:
-                yield model, index
+                yield model, launch
             seen.add(key)
 
 
-@cache
-def _all_launches(model: str, formats: str, kinds: str) -> list[Launch]:
-    """Return the launches of all formats, each once, always in the same order."""
-    shape = SHAPES[model]
+def _all_launches(shape: Shape, formats: str, kinds: str) -> list[Launch]:
+    """Return the launches of all formats, each once."""
     fitting = [KINDS[name] for name in kinds.split(",") if shape.fits(KINDS[name])]
     return _once(
         launch for name in formats.split(",") for launch in launches(shape, _format(name), fitting)
@@ -153,11 +160,6 @@ def _once(launches: Iterable[Launch]) -> list[Launch]:
 
 def _format(name: str) -> KVFormat:
     return next(format for format in get_args(KVFormat) if format == name)
-
-
-def _compile_task(task: tuple[str, int, str], *, formats: str, kinds: str) -> Usage:
-    model, index, target = task
-    return compile_for(_all_launches(model, formats, kinds)[index], target)
 
 
 def _step(

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class Launch:
-    """Kernel, and everything that its machine code depends on."""
+    """Kernel, and everything that its machine code depends on; another process can compile it."""
 
-    kernel: JITFunction[Any]
+    module: str
+    name: str
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, Any], ...]
     aligned: tuple[int, ...]
@@ -44,8 +46,9 @@ class Launch:
     fusion: bool
 
     @property
-    def name(self) -> str:
-        return str(self.kernel.__name__)
+    def kernel(self) -> JITFunction[Any]:
+        kernel: JITFunction[Any] = getattr(import_module(self.module), self.name)
+        return kernel
 
     @property
     def settings(self) -> str:
@@ -63,29 +66,28 @@ class Usage:
         registers: registers of a thread.
         spilled: bytes of a thread that did not fit into registers.
         shared: bytes of shared memory of a program.
-        loop: number of instructions of the longest loop, by their names.
+        loop: number of instructions of the longest loop, by their names; None: not counted.
     """
 
     registers: int
     spilled: int
     shared: int
-    loop: Mapping[str, int]
+    loop: Mapping[str, int] | None
 
 
-def compile_for(launch: Launch, target: str) -> Usage:
+def compile_for(launch: Launch, target: str, *, loops: bool) -> Usage:
     """Compile a launch for a target such as `sm_90`, and return its use of resources."""
-    constants = dict(launch.constants)
+    kernel, constants = launch.kernel, dict(launch.constants)
     number = int(target.removeprefix("sm_"))
     if "EARLY" in constants:
         constants["EARLY"] = (number // 10, number % 10) >= OLDEST
-    signature = {
-        name: dict(launch.signature).get(name, "constexpr") for name in launch.kernel.arg_names
-    }
+    types = dict(launch.signature)
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     attributes = {(index,): [["tt.divisibility", 16]] for index in launch.aligned}
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    source = ASTSource(kernel, signature, constants, attributes)
     options = {"num_warps": launch.warps, "enable_fp_fusion": launch.fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
-    return _usage(compiled.asm["cubin"], int(compiled.metadata.shared))
+    return _usage(compiled.asm["cubin"], int(compiled.metadata.shared), loops=loops)
 
 
 @contextmanager
@@ -123,15 +125,16 @@ def _launch(kernel: JITFunction[Any], args: tuple[Any, ...], options: dict[str, 
     constants += [(name, value) for name, value in options.items() if name in kernel.arg_names]
     warps = int(options.get("num_warps", _WARPS))
     fusion = bool(options.get("enable_fp_fusion", True))
-    return Launch(kernel, tuple(signature), tuple(constants), tuple(aligned), warps, fusion)
+    name = (str(kernel.__module__), str(kernel.__name__))
+    return Launch(*name, tuple(signature), tuple(constants), tuple(aligned), warps, fusion)
 
 
-def _usage(cubin: bytes, shared: int) -> Usage:
-    """Return a kernel's use of resources."""
+def _usage(cubin: bytes, shared: int, *, loops: bool) -> Usage:
     shown = _shown(cubin, "cuobjdump", "-res-usage")
     numbers = {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", shown)}
     spilled = numbers["STACK"] + numbers["LOCAL"]
-    return Usage(numbers["REG"], spilled, shared, _longest_loop(_shown(cubin, "nvdisasm", "-c")))
+    loop = _longest_loop(_shown(cubin, "nvdisasm", "-c")) if loops else None
+    return Usage(numbers["REG"], spilled, shared, loop)
 
 
 def _shown(cubin: bytes, tool: str, option: str) -> str:

@@ -314,7 +314,9 @@ def test_many_rows_beside_one_that_is_no_number(triton_device: str) -> None:
     x[7] = np.nan
     found = experts.run(x)
     others = np.arange(40) != 7
-    np.testing.assert_array_equal(found[others], before[others])
+    # Its experts have it no more, so others of theirs have other places in a tile, and numpy, which
+    # multiplies for the interpreter, does not sum all rows in one order on every processor.
+    np.testing.assert_allclose(found[others], before[others], rtol=1e-6, atol=1e-6)
     assert np.isnan(found[7]).all()
 
 
