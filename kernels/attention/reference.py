@@ -1,4 +1,4 @@
-"""Reference attention: one query and head at a time over dense K and V, in float64."""
+"""Reference attention: one head at a time over dense K and V, in float64."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def attend(
     tokens, heads, head_dim = q.shape
     group = heads // k.shape[1]
     factor = head_dim**-0.5 if scale is None else scale
+    own, key = start + np.arange(tokens)[:, None], np.arange(len(k))
+    hidden = (key > own) | (key <= own - (len(k) if window is None else window))
     out = np.empty((tokens, heads, v.shape[2]), np.float64)
-    for token in range(tokens):
-        end = start + token + 1
-        begin = 0 if window is None else max(0, end - window)
-        for head in range(heads):
-            keys = k[begin:end, head // group].astype(np.float64)
-            values = v[begin:end, head // group].astype(np.float64)
-            scores = keys @ q[token, head].astype(np.float64) * factor
-            if softcap is not None:
-                scores = softcap * np.tanh(scores / softcap)
-            sink = np.full(1, -np.inf) if sinks is None else sinks[head : head + 1]
-            largest = max(scores.max(), sink[0])
-            weights = np.exp(scores - largest)
-            out[token, head] = weights @ values / (weights.sum() + np.exp(sink[0] - largest))
+    for head in range(heads):
+        keys, values = (x[:, head // group].astype(np.float64) for x in (k, v))
+        scores = q[:, head].astype(np.float64) @ keys.T * factor
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores[hidden] = -np.inf
+        sink = -np.inf if sinks is None else float(sinks[head])
+        largest = np.maximum(scores.max(axis=1, keepdims=True), sink)
+        weights = np.exp(scores - largest)
+        total = weights.sum(axis=1, keepdims=True) + np.exp(sink - largest)
+        out[:, head] = weights @ values / total
     return out
 
 

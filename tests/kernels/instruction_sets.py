@@ -29,13 +29,23 @@ HERE = _usable()
 HERE_OR_NONE = HERE or ("none",)
 
 
-def in_turn(cases: Iterable[Any]) -> list[Any]:
+def in_turn(
+    cases: Iterable[Any], *, large: Callable[[Any], bool] = lambda case: False
+) -> list[Any]:
     """Each case with the best instruction set and with another one in turn; the rest is slow.
 
     The code of a step is one template of all of them, whose arithmetic has tests of its own.
+
+    Args:
+        large: whether the scalar code takes seconds for a case, and so is slow.
     """
+
+    def wanted(number: int, i: int, case: Any) -> bool:
+        turn = i % len(HERE_OR_NONE)
+        return number == 0 or (number == turn and not large(case))
+
     return [
-        pytest.param(isa, case, marks=[] if j in (0, i % len(HERE_OR_NONE)) else pytest.mark.slow)
+        pytest.param(isa, case, marks=[] if wanted(j, i, case) else pytest.mark.slow)
         for i, case in enumerate(cases)
         for j, isa in enumerate(HERE_OR_NONE)
     ]
