@@ -73,16 +73,19 @@ def of(sequence: Sequence) -> KVCache:
     return cache
 
 
-def extend(sequence: Sequence, tokens: list[int]) -> None:
-    """Append tokens whose K and V are functions of the tokens so far."""
-    for token in tokens:
-        sequence.reserve(1)
-        value = key([*sequence.tokens, token])
-        rows = np.full((1, CONFIG.kv_heads, CONFIG.head_dim), value, np.float32)
+def extend(sequence: Sequence, tokens: list[int], *, rows: int = 1) -> None:
+    """Append tokens, so many at once, whose K and V are functions of the tokens so far."""
+    every = [*sequence.tokens, *tokens]
+    for first in range(len(sequence), len(every), rows):
+        end = min(first + rows, len(every))
+        sequence.reserve(end - first)
+        values = np.array([key(every[: i + 1]) for i in range(first, end)], np.float32)
+        shape = end - first, CONFIG.kv_heads, CONFIG.head_dim
+        kv = np.broadcast_to(values[:, None, None], shape)
         for index in range(len(of(sequence).places)):
             view, slot = sequence.view(index)
-            append(view.blocks, view.table, slot, len(sequence), rows, rows)
-        sequence.commit([token])
+            append(view.blocks, view.table, slot, first, kv, kv)
+        sequence.commit(every[first:end])
 
 
 def key(tokens: list[int]) -> float:
@@ -214,7 +217,7 @@ def test_any_history_keeps_every_sequence_whole(
 
 def filled(cache: KVCache, count: int) -> Sequence:
     sequence = cache.sequence()
-    extend(sequence, [(5 * i) % 300 for i in range(count)])
+    extend(sequence, [(5 * i) % 300 for i in range(count)], rows=20)
     return sequence
 
 
