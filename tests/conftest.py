@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import importlib
+import inspect
 import os
 import shutil
 import signal
@@ -54,6 +56,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _NO_GPU = "Triton's interpreter is chosen" if device.interpreted() else device.why_not()
 if _NO_GPU is not None:
     os.environ["TRITON_INTERPRET"] = "1"
+_INTERPRETER = "triton.runtime.interpreter"
 
 # Its source distribution carries vocabularies with expected tokens, llama.cpp's own tests.
 _VOCABULARIES = "llama-cpp-python==0.3.36"
@@ -111,9 +114,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {_NO_GPU}"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what is imported out of garbage collection, of which many tests need a whole one."""
+    if _INTERPRETER in sys.modules or any(x.get_closest_marker("slow") for x in session.items):
+        quicken_interpreter()
     gc.freeze()
+
+
+def quicken_interpreter() -> None:
+    """Have Triton's interpreter look once for what it patches in Triton's language.
+
+    It looks again at each call of a device function, for a third of its time.
+    """
+    names = dict[object, list[str]]()
+
+    def patch(package: Any, builder: object, scope: object) -> None:
+        is_builtin = interpreter.tl.core.is_builtin
+        if package not in names:
+            members = inspect.getmembers(package)
+            names[package] = [name for name, member in members if is_builtin(member)]
+        if any(is_builtin(getattr(package, name)) for name in names[package][:1]):
+            for name in names[package]:
+                interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
+
+    with suppress(ImportError):
+        interpreter = importlib.import_module(_INTERPRETER)
+        interpreter._patch_builtin = patch
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
