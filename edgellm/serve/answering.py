@@ -51,7 +51,7 @@ from edgellm.serve.events import (
 from edgellm.serve.kept_ends import KeptEnds
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.queue_limits import Counted, QueueLimits, TextWork
-from edgellm.serve.request_error import RequestError, request_error
+from edgellm.serve.request_error import RequestError, request_error, stopping
 
 if TYPE_CHECKING:
     import numpy as np
@@ -236,7 +236,7 @@ class Answering:
                     counted.computed(counts[len(results)])
                     results.append(item)
         if len(results) < len(counts):
-            raise _stopping()
+            raise stopping()
         return counts, results
 
     @contextmanager
@@ -249,7 +249,7 @@ class Answering:
             RequestError: too many asks wait, or the server is stopping.
         """
         if self._stop.is_set():
-            raise _stopping()
+            raise stopping()
         counted = self._limits.take_in(client.owner)
         try:
             yield counted
@@ -381,7 +381,7 @@ def _events(item: _Item, counted: Counted) -> list[Event]:
     events: list[Event] = [*deltas(item)]
     last = item.pieces[-1]
     if last.finish_reason == "cancelled":
-        raise _stopping()
+        raise stopping()
     if last.finish_reason is not None and last.stats is not None:
         counted.answered(last.stats, last.finish_reason, sample=item.sample)
         events.append(End(item.sample, last.finish_reason, last.stats))
@@ -419,10 +419,6 @@ def _says(delta: Delta) -> bool:
     return bool(shown) or any(
         piece.token is not None or piece.prompt_logprobs for piece in delta.pieces
     )
-
-
-def _stopping() -> RequestError:
-    return RequestError("unavailable", "the server is stopping", retry_after_s=1)
 
 
 # `aiterate` with the item types of the two kinds of generators

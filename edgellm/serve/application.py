@@ -28,7 +28,7 @@ from edgellm.serve.model_pool import ModelPool
 from edgellm.serve.ollama.routes import OLLAMA
 from edgellm.serve.openai.routes import OPENAI, RESPONSES
 from edgellm.serve.options import ServeOptions
-from edgellm.serve.request_error import RequestError
+from edgellm.serve.request_error import RequestError, stopping
 
 _NONCE = "NONCE"
 
@@ -73,7 +73,7 @@ def _source() -> str:
 
 async def health(call: Call) -> Reply:
     if call.answering.stopping:
-        raise RequestError("unavailable", "the server is stopping", retry_after_s=1)
+        raise stopping()
     return json_reply({"status": "ok"})
 
 

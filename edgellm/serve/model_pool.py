@@ -20,7 +20,7 @@ from edgellm.errors import EdgeLLMError, MemoryEstimateError, OptionError, Sourc
 from edgellm.llm import LLM
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.serve.adapters import ServedAdapters
-from edgellm.serve.request_error import RequestError, load_error
+from edgellm.serve.request_error import RequestError, load_error, stopping
 from edgellm.serve.served import ModelCard, ServedModel, card_of
 from edgellm.store.hub import HubModel
 from edgellm.store.sources import ALIASES, wheel_member
@@ -360,7 +360,7 @@ class ModelPool:
     async def _load(self, slot: _Slot) -> LLM:
         async with self._one_load:
             if self._closing:
-                raise RequestError("unavailable", "the server is stopping", retry_after_s=1)
+                raise stopping()
             if slot.llm is None:
                 slot.bytes = await self._in_thread(slot.model.needed_bytes)
                 await self._make_room(slot)

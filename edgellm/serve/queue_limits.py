@@ -18,7 +18,7 @@ from typing import TypeVar
 from edgellm.results import Stats
 from edgellm.serve.metrics import Metrics
 from edgellm.serve.options import ServeOptions
-from edgellm.serve.request_error import RequestError
+from edgellm.serve.request_error import RequestError, stopping
 
 # Tokens of prefill per second, assumed until the first prompts are measured.
 _PROMPT_RATE = 200
@@ -183,9 +183,7 @@ class TextWork:
             future = self._threads.submit(function)
         except RuntimeError:
             self._places.release()
-            raise RequestError(
-                "unavailable", "the server is stopping", retry_after_s=_RETRY_S
-            ) from None
+            raise stopping() from None
         future.add_done_callback(lambda _: self._places.release())
         return await asyncio.wrap_future(future)
 

@@ -127,6 +127,10 @@ def request_error(error: Exception) -> RequestError:
     return RequestError("internal", "the server failed on this request; its log says why")
 
 
+def stopping() -> RequestError:
+    return RequestError("unavailable", "the server is stopping", retry_after_s=1)
+
+
 def load_error(model: str, error: Exception) -> RequestError:
     """Return the client's error for a model that could not be loaded.
 

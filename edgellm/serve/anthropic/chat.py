@@ -14,7 +14,7 @@ from edgellm.results import Stats
 from edgellm.serve.anthropic.messages import read_conversation
 from edgellm.serve.ask import Ask, asked_prompt
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.http.endpoint import Call, Route, framed
 from edgellm.serve.http.fields import MAX_STOPS, Fields
 from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.openai.sampling import MOST_TOKENS, sampling_arguments, stop_texts
@@ -71,9 +71,7 @@ def _grammar(fields: Fields) -> Grammar | None:
     if wanted is None:
         return None
     wanted.choice("type", ("json_schema",))
-    schema = wanted.required("schema", wanted.object("schema"))
-    assert isinstance(schema, Fields)
-    return Grammar("json_schema", json.dumps(schema.values))
+    return Grammar("json_schema", json.dumps(wanted.required_object("schema").values))
 
 
 async def _whole(call: Call, ask: Ask) -> dict[str, Any]:
@@ -113,35 +111,24 @@ def _fill(block: dict[str, Any], text: str) -> None:
     block["input"] = arguments if isinstance(arguments, dict) else {}
 
 
-async def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
-    frames: _MessageFrames | None = None
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Begun):
-                frames = _MessageFrames(event, ask)
-                for frame in frames.begin():
-                    yield frame
-            elif isinstance(event, PromptProgress):
-                yield Comment(f"prompt {event.done}/{event.total}")
-            else:
-                assert frames is not None
-                for frame in frames.of(event):
-                    yield frame
+def message_frames(events: AsyncGenerator[Event, None], ask: Ask) -> Frames:
+    return framed(events, _MessageFrames(ask).of)
 
 
 class _MessageFrames:
     """Frames of a message: content blocks one after the other, each begun and ended."""
 
-    def __init__(self, begun: Begun, ask: Ask) -> None:
-        self._begun = begun
+    _begun: Begun
+
+    def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._blocks = 0
         self._open: str | None = None  # the type of the block that is open
         self._stop_text: str | None = None
 
-    def begin(self) -> list[Frame]:
+    def _begin(self, begun: Begun) -> list[Frame]:
         """Return the frames before prefill; only the last usage tells cached tokens apart."""
-        begun = self._begun
+        self._begun = begun
         message: dict[str, Any] = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -159,7 +146,11 @@ class _MessageFrames:
         }
         return [_frame("message_start", message=message), _frame("ping")]
 
-    def of(self, event: Delta | End) -> list[Frame]:
+    def of(self, event: Event) -> list[Frame]:
+        if isinstance(event, Begun):
+            return self._begin(event)
+        if isinstance(event, PromptProgress):
+            return []
         return self._delta(event) if isinstance(event, Delta) else self._end(event)
 
     def _delta(self, event: Delta) -> list[Frame]:

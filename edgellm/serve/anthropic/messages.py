@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,8 +109,7 @@ def _answer(blocks: Sequence[Fields]) -> Message:
 
 
 def _call(block: Fields) -> ToolCall:
-    arguments = block.object("input")
-    text = json.dumps({} if arguments is None else arguments.values, ensure_ascii=False)
+    text = block.object_text("input")
     return ToolCall(block.required_text("id"), block.required_text("name"), text)
 
 
@@ -153,13 +151,11 @@ def _tools(fields: Fields) -> tuple[Tool, ...]:
                 "called",
                 param=f"{tool.where}type",
             )
-        schema = tool.required("input_schema", tool.object("input_schema"))
-        assert isinstance(schema, Fields)
         given.append(
             {
+                "parameters": tool.required_object("input_schema").values,
                 "name": tool.required_text("name"),
                 "description": tool.text("description"),
-                "parameters": schema.values,
             }
         )
     return checked("tools", lambda: checked_tools(given))

@@ -13,6 +13,7 @@ from collections.abc import (
     Awaitable,
     Callable,
     Coroutine,
+    Iterable,
     Mapping,
     MutableMapping,
     Sequence,
@@ -25,7 +26,7 @@ from urllib.parse import parse_qs
 from edgellm.results import FinishReason, Piece, Stats
 from edgellm.serve.answering import Answering
 from edgellm.serve.ask import Ask
-from edgellm.serve.events import Begun, Client, Delta, End, Event
+from edgellm.serve.events import Begun, Client, Delta, End, Event, PromptProgress
 from edgellm.serve.http.body import ClientGoneError, Receive, read_body, read_fields
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import (
@@ -291,6 +292,27 @@ class Endpoint:
                 raise
             with suppress(ClientGoneError):
                 await self._dialect.error(request_error(error)).send(noting)
+
+
+async def framed(
+    events: AsyncGenerator[Event, None],
+    of: Callable[[Event], Iterable[Frame | Comment]],
+    last: Callable[[], Iterable[Frame]] = tuple,
+) -> Frames:
+    """Convert the events of an ask to frames, with comments on the progress of its prompt.
+
+    Args:
+        of: returns the frames of an event; the first event is `Begun`.
+        last: returns the frames behind those of all events.
+    """
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, PromptProgress):
+                yield Comment(f"prompt {event.done}/{event.total}")
+            for frame in of(event):
+                yield frame
+    for frame in last():
+        yield frame
 
 
 async def _noted(

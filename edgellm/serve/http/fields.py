@@ -107,6 +107,14 @@ class Fields:
             raise self.wrong(name, "an object")
         return Fields(value, f"{self.where}{name}.")
 
+    def required_object(self, name: str) -> Fields:
+        fields: Fields = self.required(name, self.object(name))
+        return fields
+
+    def object_text(self, name: str) -> str:
+        """Read an object as its JSON; an empty one if it is missing."""
+        return _JSON.encode(self.values.get(name) if self.object(name) else {})
+
     def objects(self, name: str, most: int) -> list[Fields]:
         """Read a field that is a list of at most `most` objects."""
         value = self.get(name)

@@ -12,30 +12,13 @@ from typing import Any
 
 from edgellm.generation_options import GenerationArguments
 from edgellm.serve.http.fields import MAX_STOPS, Fields, shown
+from edgellm.serve.openai.sampling import NUMBERS, leave_usual
 from edgellm.serve.request_error import RequestError
 
 INT32_MAX = 2**31 - 1
 _MOST_BIAS = 1_000_000
 # Seeds that ask for a random one: -1, and -1 as an unsigned number of 32 and of 64 bits.
 _ANY_SEED = (-1, 2**32 - 1, 2**64 - 1)
-# Name of the field, name in `GenerationOptions`, lowest and highest value (soft limits).
-_SOFT: tuple[tuple[str, str, float, float], ...] = (
-    ("temperature", "temperature", 0, 100),
-    ("top_p", "top_p", 0, 1),
-    ("min_p", "min_p", 0, 1),
-    ("repeat_penalty", "repeat_penalty", 0.01, 100),
-    ("presence_penalty", "presence_penalty", -100, 100),
-    ("frequency_penalty", "frequency_penalty", -100, 100),
-    ("typical_p", "typical_p", 0, 1),
-    ("top_n_sigma", "top_n_sigma", 0, 100),
-    ("xtc_probability", "xtc_probability", 0, 1),
-    ("xtc_threshold", "xtc_threshold", 0, 1),
-    ("dynatemp_range", "dynatemp_range", 0, 100),
-    ("dynatemp_exponent", "dynatemp_exponent", 0, 100),
-    ("dry_multiplier", "dry_multiplier", 0, 100),
-    ("mirostat_tau", "mirostat_tau", 0, 100),
-    ("mirostat_eta", "mirostat_eta", 0, 1),
-)
 # Name of the field and of the option, lowest and highest value of a whole number (hard limits).
 _WHOLE: tuple[tuple[str, int, int], ...] = (
     ("repeat_last_n", -1, INT32_MAX),
@@ -98,10 +81,11 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
     """
     refuse_unsupported(fields)
     arguments: GenerationArguments = {}
-    for name, argument, lowest, highest in _SOFT:
+    for name, (lowest, highest) in NUMBERS.items():
         number = soft(fields, name, lowest, highest)
         if number is not None:
-            arguments[argument] = float(number)  # type: ignore[literal-required]
+            arguments[name] = float(number)  # type: ignore[literal-required]
+    leave_usual(arguments)
     top_k = soft(fields, "top_k", 0, INT32_MAX)
     if top_k is not None:
         arguments["top_k"] = int(top_k)
@@ -112,9 +96,6 @@ def generation_arguments(fields: Fields) -> GenerationArguments:
         whole = hard(fields, (name,), int(low), int(high))
         if whole is not None:
             arguments[name] = whole  # type: ignore[literal-required]
-    base = soft(fields, "dry_base", -math.inf, 100)
-    if base is not None and base >= 1:  # below, llama.cpp takes its default
-        arguments["dry_base"] = float(base)
     breakers = fields.texts("dry_sequence_breakers", MAX_STOPS)
     if breakers:
         arguments["dry_sequence_breakers"] = breakers

@@ -16,6 +16,7 @@ from edgellm.serve.llama_cpp.fields import INT32_MAX, hard, unsupported
 from edgellm.serve.llama_cpp.text import model_id
 from edgellm.serve.metrics import Histogram, Metrics
 from edgellm.serve.openai.embeddings import read_texts
+from edgellm.serve.openai.messages import TYPES
 from edgellm.serve.request_error import Kind, RequestError
 from edgellm.serve.served import ModelCard, card_of
 
@@ -251,14 +252,9 @@ async def embedding(call: Call) -> Reply:
 
 
 _TYPES: Mapping[Kind, str] = {
-    "authentication": "authentication_error",
-    "permission": "permission_error",
-    "not_found": "not_found_error",
+    **TYPES,
     "not_supported": "not_supported_error",
-    "internal": "server_error",
     "overloaded": "unavailable_error",
-    "unavailable": "unavailable_error",
-    "context_length": "exceed_context_size_error",
 }
 
 

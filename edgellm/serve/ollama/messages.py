@@ -180,10 +180,8 @@ def _answered(waiting: list[ToolCall], name: str | None) -> str | None:
 
 
 def _call(fields: Fields, index: int) -> ToolCall:
-    function = fields.required("function", fields.object("function"))
-    assert isinstance(function, Fields)
-    arguments = function.object("arguments")
-    text = json.dumps({} if arguments is None else arguments.values, ensure_ascii=False)
+    function = fields.required_object("function")
+    text = function.object_text("arguments")
     return ToolCall(fields.text("id") or f"call_{index}", function.required_text("name"), text)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import aclosing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +12,9 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.results import Piece, Stats
 from edgellm.serve.ask import Ask
 from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.endpoint import Answered, Call, Route
+from edgellm.serve.http.endpoint import Answered, Call, Route, framed
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.http.streaming import Comment, Frame, Reply, json_reply
 from edgellm.serve.openai.grammar import read_grammar
 from edgellm.serve.openai.logprobs import chat_logprobs
 from edgellm.serve.openai.messages import read_conversation
@@ -34,7 +33,8 @@ async def chat_completions(call: Call) -> Reply:
     fields = await call.fields()
     asked = read_chat(fields, max_n=call.answering.options.max_n)
     if fields.flag("stream"):
-        return call.stream(chat_frames(call.events(asked.ask), asked))
+        chunks = _Chunks(asked)
+        return call.stream(framed(call.events(asked.ask), chunks.of, chunks.last))
     begun, answers = await call.answers(asked.ask)
     return json_reply(chat_object(begun, answers, asked))
 
@@ -153,34 +153,36 @@ class Identity:
 
 
 class _Chunks:
-    """Chunks of a streamed chat reply.
+    """Chunks of a streamed chat reply."""
 
-    Attributes:
-        ended: counts and timings of the complete answers.
-    """
+    _begun: Begun
+    _identity: Identity
 
-    def __init__(self, begun: Begun, asked: AskedChat) -> None:
-        self._begun = begun
+    def __init__(self, asked: AskedChat) -> None:
         self._asked = asked
-        self._identity = Identity(begun.model)
         self._shown: set[int] = set()
         self._generated = self._thoughts = 0
-        self.ended: list[Stats] = []
+        self._ended: list[Stats] = []
 
-    def of(self, event: Delta | End) -> list[Frame]:
-        frames = []
+    def of(self, event: Event) -> list[Frame | Comment]:
+        if isinstance(event, Begun):
+            self._begun, self._identity = event, Identity(event.model)
+            return [Comment("")]  # the reply begins
+        if isinstance(event, PromptProgress):
+            return []
+        frames: list[Frame | Comment] = []
         if event.sample not in self._shown:
             self._shown.add(event.sample)
             frames.append(self._chunk(event.sample, {"role": "assistant", "content": ""}))
-        if isinstance(event, Delta):
-            return frames + self._delta(event)
-        return [*frames, self._end(event)]
+        return [*frames, *(self._delta(event) if isinstance(event, Delta) else [self._end(event)])]
 
-    def usage(self) -> Frame:
-        """Return the chunk with the token counts of all answers, which has no choices."""
-        counts = usage(self.ended, reasoning_tokens=self._thoughts)
-        values = self._identity.object("chat.completion.chunk", [], usage=counts)
-        return Frame(values)
+    def last(self) -> list[Frame]:
+        """Return the end, behind a chunk without choices for the token counts of all answers."""
+        done = Frame("[DONE]")
+        if not self._asked.with_usage:
+            return [done]
+        counts = usage(self._ended, reasoning_tokens=self._thoughts)
+        return [Frame(self._identity.object("chat.completion.chunk", [], usage=counts)), done]
 
     def _delta(self, event: Delta) -> list[Frame]:
         self._thoughts += reasoning_tokens(event.pieces)
@@ -201,7 +203,7 @@ class _Chunks:
         return frames
 
     def _end(self, event: End) -> Frame:
-        self.ended.append(event.stats)
+        self._ended.append(event.stats)
         return self._chunk(
             event.sample,
             {},
@@ -236,25 +238,6 @@ def call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-async def chat_frames(events: AsyncGenerator[Event, None], asked: AskedChat) -> Frames:
-    chunks: _Chunks | None = None
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Begun):
-                chunks = _Chunks(event, asked)
-                yield Comment("")  # the reply begins
-            elif isinstance(event, PromptProgress):
-                yield Comment(f"prompt {event.done}/{event.total}")
-            else:
-                assert chunks is not None
-                for frame in chunks.of(event):
-                    yield frame
-    assert chunks is not None
-    if asked.with_usage:
-        yield chunks.usage()
-    yield Frame("[DONE]")
 
 
 ROUTES = (

@@ -30,19 +30,22 @@ def read_conversation(fields: Fields) -> Conversation:
     tools = read_tools(fields.get("tools"))
     choice = read_choice(fields.get("tool_choice"), tools, "tool_choice")
     parallel = fields.flag("parallel_tool_calls")
-    hints: dict[str, Scalar] = {}
-    effort = fields.text("reasoning_effort")
-    if effort is not None:
-        hints = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     return Conversation(
         messages=read_messages(fields),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=parallel is not False,
         template_arguments=_template_arguments(fields),
-        template_hints=hints,
+        template_hints=effort_hints(fields.text("reasoning_effort")),
         reasoning_budget=read_budget(fields),
     )
+
+
+def effort_hints(effort: str | None) -> dict[str, Scalar]:
+    """Return OpenAI's effort of reasoning as variables of the chat template."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def read_budget(fields: Fields) -> int | None:
@@ -117,8 +120,7 @@ def _message(fields: Fields) -> Message:
 
 
 def _call(fields: Fields) -> ToolCall:
-    function = fields.required("function", fields.object("function"))
-    assert isinstance(function, Fields)
+    function = fields.required_object("function")
     return ToolCall(
         fields.text("id") or "", function.required_text("name"), function.text("arguments") or "{}"
     )
@@ -145,7 +147,7 @@ def _part(part: Fields) -> str:
     )
 
 
-_TYPES: Mapping[Kind, str] = {
+TYPES: Mapping[Kind, str] = {
     "authentication": "authentication_error",
     "permission": "permission_error",
     "not_found": "not_found_error",
@@ -160,7 +162,7 @@ def error_body(error: RequestError) -> JSON:
     return {
         "error": {
             "message": error.message,
-            "type": _TYPES.get(error.kind, "invalid_request_error"),
+            "type": TYPES.get(error.kind, "invalid_request_error"),
             "param": error.param,
             "code": error.code,
             **error.details,

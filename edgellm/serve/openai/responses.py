@@ -5,25 +5,24 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 from edgellm.results import Stats
 from edgellm.serve.ask import Ask, Conversation
-from edgellm.serve.events import Begun, Delta, End, Event, PromptProgress
-from edgellm.serve.http.endpoint import Call, Route
+from edgellm.serve.events import Begun, Delta, End, Event
+from edgellm.serve.http.endpoint import Call, Route, framed
 from edgellm.serve.http.fields import Fields
-from edgellm.serve.http.streaming import Comment, Frame, Frames, Reply, json_reply
+from edgellm.serve.http.streaming import Frame, Reply, json_reply
 from edgellm.serve.openai.grammar import ANY_OBJECT
-from edgellm.serve.openai.messages import error_body, read_choice
+from edgellm.serve.openai.messages import effort_hints, error_body, read_choice
 from edgellm.serve.openai.responses_items import OfferedTools, OutputItems, read_input
 from edgellm.serve.openai.sampling import max_tokens, sampling_arguments
 from edgellm.serve.request_error import RequestError
 from edgellm.serve.usage import placement, timings, usage
 from edgellm.text.grammar import Grammar
-from edgellm.text.template import Scalar
 
 _BY_ITSELF = ("stop", "tool_calls")
 # Fields that would need stored responses, and so are refused.
@@ -35,7 +34,7 @@ async def responses(call: Call) -> Reply:
     ask = read_response(fields)
     response = _Response(fields.values, OutputItems(OfferedTools.read(fields.get("tools"))))
     if fields.flag("stream"):
-        return call.stream(response_frames(call.events(ask), response))
+        return call.stream(framed(call.events(ask), response.frames))
     async with aclosing(call.events(ask)) as events:
         async for event in events:
             for _ in response.add(event):
@@ -57,9 +56,6 @@ def read_response(fields: Fields) -> Ask:
     tools = offered.tools
     reasoning = fields.object("reasoning")
     effort = None if reasoning is None else reasoning.text("effort")
-    hints: dict[str, Scalar] = {}
-    if effort is not None:
-        hints = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     return Ask(
         model=fields.text("model"),
         prompt=Conversation(
@@ -67,7 +63,7 @@ def read_response(fields: Fields) -> Ask:
             tools=tools,
             tool_choice=read_choice(offered.choice(fields), tools, "tool_choice"),
             parallel_tool_calls=fields.flag("parallel_tool_calls") is not False,
-            template_hints=hints,
+            template_hints=effort_hints(effort),
         ),
         arguments={**sampling_arguments(fields), **max_tokens(fields, "max_output_tokens")},
         grammar=_grammar(fields),
@@ -82,9 +78,7 @@ def _grammar(fields: Fields) -> Grammar | None:
         return None
     kind = wanted.choice("type", ("text", "json_object", "json_schema"))
     if kind == "json_schema":
-        schema = wanted.required("schema", wanted.object("schema"))
-        assert isinstance(schema, Fields)
-        return Grammar("json_schema", json.dumps(schema.values))
+        return Grammar("json_schema", json.dumps(wanted.required_object("schema").values))
     return ANY_OBJECT if kind == "json_object" else None
 
 
@@ -102,6 +96,13 @@ class _Response:
     created: int = field(default_factory=lambda: int(time.time()))
     _model: str = ""
     _end: End | None = None
+    _number: int = 0
+
+    def frames(self, event: Event) -> Iterator[Frame]:
+        """Add an event of the ask, and yield its frames, which are numbered."""
+        for told in self.add(event):
+            yield Frame({**told, "sequence_number": self._number}, told["type"])
+            self._number += 1
 
     def add(self, event: Event) -> Iterator[dict[str, Any]]:
         """Add an event of the ask, and yield the API's events for it."""
@@ -166,18 +167,6 @@ def _usage(stats: Stats) -> dict[str, Any]:
 
 def _places(stats: Stats) -> dict[str, Any]:
     return {"timings": timings(stats), "placement": placement(stats)}
-
-
-async def response_frames(events: AsyncGenerator[Event, None], response: _Response) -> Frames:
-    """Convert the events of an ask to numbered events of the responses API."""
-    number = 0
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, PromptProgress):
-                yield Comment(f"prompt {event.done}/{event.total}")
-            for told in response.add(event):
-                yield Frame({**told, "sequence_number": number}, told["type"])
-                number += 1
 
 
 def error_frames(error: RequestError) -> list[Frame]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +13,7 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.serve.adapters import ServedAdapter
 from edgellm.serve.ask import Ask, Infill
 from edgellm.serve.events import Begun, Delta, Event, PromptProgress
-from edgellm.serve.http.endpoint import Call, Dialect, Route
+from edgellm.serve.http.endpoint import Call, Dialect, Route, framed
 from edgellm.serve.http.fields import Fields
 from edgellm.serve.http.streaming import BodyReply, Comment, Frame, Frames, Reply, json_reply
 from edgellm.serve.model_pool import ModelPool
@@ -104,32 +104,32 @@ def read_fim(fields: Fields) -> Ask:
     return Ask(model=fields.text("model"), prompt=Infill(gap=gap), arguments=arguments)
 
 
-async def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
+def fim_frames(events: AsyncGenerator[Event, None]) -> Frames:
     """Convert an ask's events to chunks, all with a choice and a text: editors check neither."""
-    identity: Identity | None = None
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Begun):
-                identity = Identity(event.model)
-                yield Comment("")  # the reply begins
-                continue
-            if isinstance(event, PromptProgress):
-                yield Comment(f"prompt {event.done}/{event.total}")
-                continue
-            assert identity is not None
-            if isinstance(event, Delta):
-                if event.text:
-                    yield _chunk(identity, event.text, None)
-                continue
-            yield _chunk(
+    identity: Identity
+
+    def of(event: Event) -> list[Frame | Comment]:
+        nonlocal identity
+        if isinstance(event, Begun):
+            identity = Identity(event.model)
+            return [Comment("")]  # the reply begins
+        if isinstance(event, PromptProgress):
+            return []
+        if isinstance(event, Delta):
+            return [_chunk(identity, event.text, None)] if event.text else []
+        stats = event.stats
+        return [
+            _chunk(
                 identity,
                 "",
                 FINISH[event.finish_reason],
-                usage=usage([event.stats]),
-                timings=timings(event.stats),
-                placement=placement(event.stats),
+                usage=usage([stats]),
+                timings=timings(stats),
+                placement=placement(stats),
             )
-    yield Frame("[DONE]")
+        ]
+
+    return framed(events, of, lambda: [Frame("[DONE]")])
 
 
 def _chunk(identity: Identity, text: str, reason: str | None, **more: object) -> Frame:

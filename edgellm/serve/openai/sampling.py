@@ -8,7 +8,7 @@ from edgellm.generation_options import GenerationArguments
 from edgellm.serve.http.fields import MAX_BIASES, MAX_STOPS, Fields, shown
 from edgellm.serve.request_error import RequestError
 
-_NUMBERS = {
+NUMBERS = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -45,7 +45,7 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         RequestError: a value is not allowed.
     """
     arguments: GenerationArguments = {}
-    for name, (low, high) in _NUMBERS.items():
+    for name, (low, high) in NUMBERS.items():
         value = fields.number(name, low, high)
         if value is not None:
             arguments[name] = value  # type: ignore[literal-required]
@@ -65,16 +65,12 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
         if whole is not None:
             arguments[name] = whole  # type: ignore[literal-required]
     if "repeat_penalty" not in arguments:
-        penalty = fields.number("repetition_penalty", *_NUMBERS["repeat_penalty"])  # vLLM's name
+        penalty = fields.number("repetition_penalty", *NUMBERS["repeat_penalty"])  # vLLM's name
         if penalty is not None:
             arguments["repeat_penalty"] = penalty
     if arguments.get("mirostat") == 1:
         raise fields.wrong("mirostat", "0 or 2; Mirostat 1 is not here")
-    # values with which llama.cpp's clients say that these are off, or as usual
-    if "top_n_sigma" in arguments:
-        arguments["top_n_sigma"] = max(0.0, arguments["top_n_sigma"])
-    if arguments.get("dry_base", 1) < 1:
-        del arguments["dry_base"]
+    leave_usual(arguments)
     if fields.get("dry_sequence_breakers") is not None:
         arguments["dry_sequence_breakers"] = fields.texts("dry_sequence_breakers", MAX_STOPS)
     if fields.get("samplers") is not None:
@@ -96,6 +92,14 @@ def sampling_arguments(fields: Fields) -> GenerationArguments:
     if bias:
         arguments["logit_bias"] = bias
     return arguments
+
+
+def leave_usual(arguments: GenerationArguments) -> None:
+    """Replace, in place, values by which clients of llama.cpp say: off, or as usual."""
+    if "top_n_sigma" in arguments:
+        arguments["top_n_sigma"] = max(0.0, arguments["top_n_sigma"])
+    if arguments.get("dry_base", 1) < 1:
+        del arguments["dry_base"]
 
 
 # llama.cpp's names of samplers by their one-letter names, and other names of them.
