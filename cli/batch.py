@@ -41,7 +41,7 @@ from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt
 from edgellm.cli.options import Command
 from edgellm.cli.output import shown_stats
 from edgellm.cli.progress import loaded, progress_bar
-from edgellm.cli.text import json_line, say
+from edgellm.cli.text import file_errors, json_line, say
 from edgellm.errors import OptionError
 from edgellm.infill import Gap
 
@@ -76,10 +76,8 @@ def open_batch(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         OptionError: the file is not readable.
     """
-    try:
+    with file_errors(path):
         source = sys.stdin.buffer if str(path) == "-" else path.open("rb")
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
     if source is not sys.stdin.buffer and source.seekable():
         with source:
             yield source
@@ -394,10 +392,8 @@ def _output(output: Path | None, *, force: bool) -> Iterator[IO[bytes]]:
         sys.stdout.flush()
         yield sys.stdout.buffer
         return
-    try:
+    with file_errors(output):
         file = output.open("wb" if force else "xb", buffering=0)
-    except OSError as error:
-        raise OptionError(f"{output}: {error.strerror}") from None
     with file:
         yield file
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from edgellm import AdapterSource, LoadArguments
+from edgellm.cli.text import file_errors
 from edgellm.errors import OptionError
 from edgellm.generation_options import GenerationArguments, GenerationOptions
 from edgellm.models import DEFAULT_MODEL
@@ -83,9 +84,8 @@ def read_config(path: Path | None) -> Config:
         if not path.exists():
             return Config()
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
+        with file_errors(path):
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"{path}: {error}") from None
     _check_keys(values, ("default", "serve", "models"), where=str(path))

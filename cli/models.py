@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,15 @@ import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import path_and_scale
-from edgellm.cli.options import chosen_adapter, load_options, lora_options, model_argument
+from edgellm.cli.options import (
+    Command,
+    all_of,
+    chosen_adapter,
+    load_options,
+    lora_options,
+    model_argument,
+    option_of,
+)
 from edgellm.cli.progress import loaded, progress_bar
 from edgellm.cli.text import read_text, spelled_out
 from edgellm.errors import OptionError
@@ -19,12 +27,8 @@ from edgellm.export import (
     DEFAULT_CHUNK_SIZES,
     DEFAULT_PRECISIONS,
     FLOAT_WEIGHTS,
-    METHODS,
     PRECISIONS,
-    ROUNDINGS,
     CalibrationOptions,
-    Method,
-    Rounding,
     check_chunk_sizes,
     check_precisions,
     default_precisions,
@@ -185,62 +189,33 @@ def _precision_line(precision: PrecisionDescription) -> str:
     return f"{precision.name}{mark}: {size:.1f} MB, {precision.description}{chunks}"
 
 
-def calibration_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add options for the calibration of static scales; passed on as `calibration`."""
+_CALIBRATION = {
+    "text": "File to calibrate static precisions on.  [default: Python's manual and library]",
+    "windows": None,
+    "window": "Tokens of each.",
+    "seed": None,
+    "method": "How far 8-bit activations reach.",
+    "percentile": None,
+    "shadow_share": "Of the down_proj layers, those for which the host computes what 8 bits clip.",
+    "shadow_percentile": "How far 8 bits reach in those.",
+    "rounding": "Of weights: for the inputs that were seen, or to the nearest, which is faster.",
+}
 
-    @click.option(
-        "--calibration-text", type=click.Path(path_type=Path),
-        help="File to calibrate static precisions on.  [default: Python's manual and library]",
-    )  # fmt: skip
-    @click.option("--calibration-windows", type=int, default=128, show_default=True)
-    @click.option(
-        "--calibration-window", type=int, default=64, show_default=True, help="Tokens of each."
+
+def calibration_options(command: Command) -> Command:
+    """Add options for the calibration of static scales; passed on as `calibration`."""
+    kinds = {"text": click.Path(path_type=Path)}
+
+    @all_of(
+        option_of(CalibrationOptions, name, help, kind=kinds.get(name), prefix="calibration_")
+        for name, help in _CALIBRATION.items()
     )
-    @click.option("--calibration-seed", type=int, default=0, show_default=True)
-    @click.option(
-        "--calibration-method", type=click.Choice(METHODS), default="percentile",
-        show_default=True,
-        help="How far 8-bit activations reach.",
-    )  # fmt: skip
-    @click.option("--calibration-percentile", type=float, default=99.99, show_default=True)
-    @click.option(
-        "--calibration-shadow-share", type=float, default=0.15, show_default=True,
-        help="Of the down_proj layers, those for which the host computes what 8 bits clip.",
-    )  # fmt: skip
-    @click.option(
-        "--calibration-shadow-percentile", type=float, default=99.5, show_default=True,
-        help="How far 8 bits reach in those.",
-    )  # fmt: skip
-    @click.option(
-        "--calibration-rounding", type=click.Choice(ROUNDINGS), default="gptq", show_default=True,
-        help="Of weights: for the inputs that were seen, or to the nearest, which is faster.",
-    )  # fmt: skip
     @functools.wraps(command)
-    def wrapped(
-        *,
-        calibration_text: Path | None,
-        calibration_windows: int,
-        calibration_window: int,
-        calibration_seed: int,
-        calibration_method: Method,
-        calibration_percentile: float,
-        calibration_shadow_share: float,
-        calibration_shadow_percentile: float,
-        calibration_rounding: Rounding,
-        **rest: Any,
-    ) -> None:
-        calibration = CalibrationOptions(
-            text=None if calibration_text is None else read_text(calibration_text),
-            windows=calibration_windows,
-            window=calibration_window,
-            seed=calibration_seed,
-            method=calibration_method,
-            percentile=calibration_percentile,
-            shadow_share=calibration_shadow_share,
-            shadow_percentile=calibration_shadow_percentile,
-            rounding=calibration_rounding,
-        )
-        command(calibration=calibration, **rest)
+    def wrapped(**given: Any) -> None:
+        values = {name: given.pop(f"calibration_{name}") for name in _CALIBRATION}
+        if values["text"] is not None:
+            values["text"] = read_text(values["text"])
+        command(calibration=CalibrationOptions(**values), **given)
 
     return wrapped
 

@@ -7,7 +7,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
@@ -21,10 +21,7 @@ from edgellm.models import DEFAULT_MODEL
 from edgellm.options import (
     DECODE_BACKENDS,
     KV_FORMATS,
-    KV_POLICIES,
-    POLICIES,
     PREFILL_PRECISIONS,
-    SCHEDULING,
     EngineArguments,
     EngineOptions,
 )
@@ -75,27 +72,67 @@ def model_argument(command: Command) -> Command:
     return wrapped
 
 
+hints_of = functools.cache(get_type_hints)
+
+
+def option_of(
+    options: type,
+    name: str,
+    help: str | None,
+    *others: str,
+    kind: Any = None,
+    metavar: str | None = None,
+    prefix: str = "",
+) -> Callable[[Command], Command]:
+    """Return a click option for a field of a class of options, with its name, type and default.
+
+    Args:
+        others: further flags.
+        kind: type in click's terms; None: that of the field.
+        prefix: text before the name.
+    """
+    hint, default = hints_of(options)[name], getattr(options, name)
+    name = prefix + name
+    flag = "--" + name.replace("_", "-")
+    if hint is bool and default:
+        return click.option(f"{flag}/--no-{name}", default=default, show_default=True, help=help)
+    if hint is bool:
+        return click.option(flag, is_flag=True, help=help)
+    one = next((one for one in get_args(hint) if get_origin(one) is Literal), hint)
+    if kind is None and get_origin(one) is Literal:
+        kind = click.Choice(get_args(one))
+    elif kind is None:
+        kind = next(iter(get_args(hint)), hint)
+    return click.option(
+        *sorted((flag, *others), key=lambda each: each.startswith("--")),
+        name,
+        type=kind,
+        default=default,
+        show_default=default is not None,
+        metavar=metavar,
+        help=help,
+    )
+
+
+_ENGINE = functools.partial(option_of, EngineOptions)
+_FOLDER = click.Path(path_type=Path, file_okay=False)
 _LOADING = (
-    click.option(
+    _ENGINE(
+        "ctx_size",
+        "Tokens of context; 0 takes the model's own.  [default: as many of these as a KV cache of "
+        "a quarter of the memory holds]",
         "-c",
-        "--ctx-size",
-        type=int,
-        help="Tokens of context; 0 takes the model's own.  [default: as many of these as a KV "
-        "cache of a quarter of the memory holds]",
     ),
-    click.option(
-        "--rope-scale",
-        type=float,
+    _ENGINE(
+        "rope_scale",
+        "Stretch RoPE for contexts N times as long as the model was trained for, by YaRN; short "
+        "texts lose a little.  [default: as the model has it]",
         metavar="N",
-        help="Stretch RoPE for contexts N times as long as the model was trained for, by YaRN; "
-        "short texts lose a little.  [default: as the model has it]",
     ),
-    click.option(
-        "--cache-size",
-        type=int,
-        help="Tokens that the KV cache holds of all answers.  [default: two contexts]",
+    _ENGINE(
+        "cache_size", "Tokens that the KV cache holds of all answers.  [default: two contexts]"
     ),
-    click.option("-t", "--threads", type=int, help="CPU threads.  [default: all cores]"),
+    _ENGINE("threads", "CPU threads.  [default: all cores]", "-t"),
     click.option(
         "--kv-format",
         type=click.Choice(KV_FORMATS),
@@ -105,87 +142,59 @@ _LOADING = (
         "k4v2 three fifths (C++, or Triton by name); int4 halves it for all models, and costs "
         "quality.",
     ),
-    click.option(
-        "--kv-read",
-        type=int,
-        metavar="N",
-        help="With k4v4 and k4v2: tokens that each token of an answer reads at most, those of its "
+    _ENGINE(
+        "kv_read",
+        "With k4v4 and k4v2: tokens that each token of an answer reads at most, those of its "
         "context that matter most to it (C++ kernels alone); prompts read all.  [default: all]",
-    ),
-    click.option(
-        "--kv-budget",
-        type=int,
         metavar="N",
-        help="Tokens of a context that the KV cache keeps at most (C++ kernels alone); others are "
+    ),
+    _ENGINE(
+        "kv_budget",
+        "Tokens of a context that the KV cache keeps at most (C++ kernels alone); others are "
         "forgotten.  [default: all]",
+        metavar="N",
     ),
-    click.option(
-        "--kv-policy",
-        type=click.Choice(KV_POLICIES),
-        default=EngineOptions.kv_policy,
-        show_default=True,
-        help="Which ones it keeps: the first 128, and the last.",
+    _ENGINE("kv_policy", "Which ones it keeps: the first 128, and the last."),
+    _ENGINE(
+        "kv_spill",
+        "With k8v4, k4v4 and k4v2: keep all but the first and last tokens of contexts in a file of "
+        "this folder, which the system reads back where memory is short.  [default: in memory]",
+        kind=_FOLDER,
     ),
-    click.option(
-        "--kv-spill",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="With k8v4, k4v4 and k4v2: keep all but the first and last tokens of contexts in a "
-        "file of this folder, which the system reads back where memory is short.  [default: in "
-        "memory]",
-    ),
-    click.option(
-        "--prefill-mass",
-        type=float,
+    _ENGINE(
+        "prefill_mass",
+        "Share of the attention that prompts keep from token 4,096 on, such as 0.98 (C++ kernels "
+        "and int8 alone): long ones are read sooner, and not quite as well.  [default: 1]",
         metavar="SHARE",
-        help="Share of the attention that prompts keep from token 4,096 on, such as 0.98 (C++ "
-        "kernels and int8 alone): long ones are read sooner, and not quite as well.  [default: 1]",
     ),
-    click.option(
-        "--prefill",
-        default="auto",
-        show_default=True,
-        help="native, or an execution provider, see `edgellm devices`.",
+    _ENGINE("prefill", "native, or an execution provider, see `edgellm devices`."),
+    _ENGINE(
+        "decode",
+        "Decode back end: C++ kernels, Triton's, ONNX Runtime, float32, or chunked: in the chunks "
+        "of prefill.",
+        kind=click.Choice(DECODE_BACKENDS),
     ),
-    click.option(
-        "--decode",
-        type=click.Choice(DECODE_BACKENDS),
-        default="auto",
-        show_default=True,
-        help="Decode back end: C++ kernels, Triton's, ONNX Runtime, float32, or chunked: in the "
-        "chunks of prefill.",
+    _ENGINE(
+        "precision",
+        "Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
+        kind=click.Choice(PREFILL_PRECISIONS),
     ),
-    click.option(
-        "--precision",
-        type=click.Choice(PREFILL_PRECISIONS),
-        help="Precision of prefill in ONNX Runtime.  [default: int8, or what the provider takes]",
+    _ENGINE(
+        "schedule",
+        "How chunks share accelerator and host.  [default: out-of-order; on a CPU serial]",
     ),
-    click.option(
-        "--schedule",
-        type=click.Choice(POLICIES),
-        help="How chunks share accelerator and host.  [default: out-of-order; on a CPU serial]",
-    ),
-    click.option(
-        "--scheduling",
-        type=click.Choice(SCHEDULING),
-        default=EngineOptions.scheduling,
-        show_default=True,
-        help="Of answers on their way at once: in the same steps, with a few tokens of prompts or "
+    _ENGINE(
+        "scheduling",
+        "Of answers on their way at once: in the same steps, with a few tokens of prompts or "
         "(layered) a few layers, one after the other, or prompts on an accelerator while others "
         "decode.",
     ),
-    click.option(
-        "--time-target-ms",
-        type=float,
-        default=EngineOptions.time_target_ms,
-        show_default=True,
-        help="With stall_free and layered: what a step may take while others begin.",
+    _ENGINE(
+        "time_target_ms", "With stall_free and layered: what a step may take while others begin."
     ),
-    click.option(
-        "--decode-slowdown",
-        type=float,
-        default=EngineOptions.decode_slowdown,
-        show_default=True,
-        help="With two_devices: how many times as long decode may take beside prompts.",
+    _ENGINE(
+        "decode_slowdown",
+        "With two_devices: how many times as long decode may take beside prompts.",
     ),
     click.option(
         "--provider-option",
@@ -194,23 +203,9 @@ _LOADING = (
         metavar="KEY=VALUE",
         help="An option of the execution provider itself; may be repeated.",
     ),
-    click.option(
-        "--allow-fallback",
-        is_flag=True,
-        help="Let the CPU run what the execution provider does not take.",
-    ),
-    click.option(
-        "--kv-cache-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Keep computed prefixes in this folder, for later runs.",
-    ),
-    click.option(
-        "--kv-cache-bytes",
-        type=int,
-        default=4 << 30,
-        show_default=True,
-        help="Size of that folder at most.",
-    ),
+    _ENGINE("allow_fallback", "Let the CPU run what the execution provider does not take."),
+    _ENGINE("kv_cache_dir", "Keep computed prefixes in this folder, for later runs.", kind=_FOLDER),
+    _ENGINE("kv_cache_bytes", "Size of that folder at most."),
     click.option(
         "--expert-memory",
         callback=parse_size,
@@ -235,8 +230,6 @@ _LOADING = (
         type=click.Choice(list(KV_TYPES)),
     ),
 )
-
-
 _DRAFTS = (
     click.option(
         "-md",
@@ -249,25 +242,9 @@ _DRAFTS = (
         "`--decode native`. none: the model's own head (MTP) does not guess either, which it does "
         "by default if there is one.",
     ),
-    click.option(
-        "--draft-tokens",
-        "--draft-max",
-        "draft_tokens",
-        type=int,
-        default=EngineOptions.draft_tokens,
-        show_default=True,
-        help="Tokens that it guesses for one step at most.",
-    ),
-    click.option(
-        "--draft-p-min",
-        type=float,
-        default=EngineOptions.draft_p_min,
-        show_default=True,
-        help="Probability of its best token below which it guesses no further.",
-    ),
+    _ENGINE("draft_tokens", "Tokens that it guesses for one step at most.", "--draft-max"),
+    _ENGINE("draft_p_min", "Probability of its best token below which it guesses no further."),
 )
-
-
 _LORA = click.option(
     "--lora",
     "--lora-scaled",

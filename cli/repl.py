@@ -14,7 +14,7 @@ from edgellm.cli.interrupt import INTERRUPTED, cancel_on_interrupt, exit_on_term
 from edgellm.cli.output import ShownStats, end_shown_line, report, write
 from edgellm.cli.progress import progress_bar
 from edgellm.cli.prompt_input import PromptInput
-from edgellm.cli.text import say, spelled_out, without_controls
+from edgellm.cli.text import file_errors, say, spelled_out, without_controls
 from edgellm.errors import CancelledError, ContextOverflowError, EdgeLLMError, OptionError
 from edgellm.generation_options import MAY_BE_NONE
 from edgellm.store.home import replacing_file
@@ -301,12 +301,9 @@ def write_conversation(name: str, messages: Sequence[Message]) -> None:
     if not path.parent.is_dir():
         raise OptionError(f"{path}: there is no folder {path.parent}; make it first")
     values = [_value(message) for message in messages]
-    try:
-        with replacing_file(path, private=True) as partial:
-            text = json.dumps(values, ensure_ascii=False, indent=1)
-            partial.write_text(text + "\n", encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
+    with file_errors(path), replacing_file(path, private=True) as partial:
+        text = json.dumps(values, ensure_ascii=False, indent=1)
+        partial.write_text(text + "\n", encoding="utf-8", errors="replace")
 
 
 def read_conversation(name: str) -> list[Message]:
@@ -321,14 +318,13 @@ def read_conversation(name: str) -> list[Message]:
         f"({', '.join(_ROLES)}) and a content"
     )
     try:
-        if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):
-            raise wrong
-        values = json.loads(path.read_text(encoding="utf-8"))
+        with file_errors(path):
+            if path.exists() and not (path.is_file() and path.stat().st_size <= _MAX_BYTES):
+                raise wrong
+            values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, list):
             raise wrong
         messages = [_message(value) for value in values]
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
     except OptionError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

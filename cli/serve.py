@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import Config
-from edgellm.cli.options import draft_options, load_options, lora_options
+from edgellm.cli.options import Command, draft_options, load_options, lora_options, option_of
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.options import NO_DRAFT
@@ -25,25 +25,7 @@ if TYPE_CHECKING:
     from edgellm.serve import ServedModel
 
 _MIB = 1 << 20
-_HINTS = get_type_hints(ServeOptions)
-Command = Callable[..., Any]
-
-
-def _field(name: str, help: str) -> Callable[[Command], Command]:
-    """Return a click option for a field of `ServeOptions`, with its name, type and default."""
-    kind, default = _HINTS[name], getattr(ServeOptions, name)
-    flag, one_of = "--" + name.replace("_", "-"), get_args(kind)
-    if kind is bool and default:
-        return click.option(f"{flag}/--no-{name}", default=default, show_default=True, help=help)
-    if kind is bool:
-        return click.option(flag, is_flag=True, help=help)
-    if get_origin(kind) is Literal:
-        kind = click.Choice(one_of)
-    elif one_of:
-        kind = next(one for one in one_of if one is not type(None))
-    return click.option(
-        flag, type=kind, default=default, show_default=default is not None, help=help
-    )
+_field = functools.partial(option_of, ServeOptions)
 
 
 def serve_options(command: Command) -> Command:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -19,16 +21,23 @@ _ESCAPE = re.compile(r"\\([nrt'\"\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
 
 
+@contextmanager
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the system in the block into an OptionError about a file."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror}") from None
+
+
 def read_text(path: Path) -> str:
     """Read a text file; `-` is standard input.
 
     Raises:
         OptionError: the file is not readable, or not UTF-8 (with the first wrong byte's offset).
     """
-    try:
+    with file_errors(path):
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror}") from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
