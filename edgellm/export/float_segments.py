@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,14 +51,14 @@ class ExpertSegment:
 
     Args:
         index: number of the segment, see `graphs/contract.py`.
+        read: reads a tensor by its name.
     """
 
-    def __init__(self, checkpoint: Checkpoint, index: int) -> None:
-        self._checkpoint = checkpoint
-        self._config = checkpoint.config
-        self._specs = model_tensors(checkpoint.config)
+    def __init__(self, config: ModelConfig, index: int, read: Callable[[str], Any]) -> None:
+        self._config = config
+        self._specs = model_tensors(config)
         self._index = index
-        self._read: dict[str, Floats] = {}
+        self._tensor = cache(read)
 
     def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
         """Compute the segment's outputs from its inputs, both by name."""
@@ -251,11 +251,6 @@ class ExpertSegment:
         bias = self._tensor(f"{name}_bias") if f"{name}_bias" in self._specs else None
         return norm(x.astype(np.float64), weight, bias, self._config.norm_eps).astype(np.float32)
 
-    def _tensor(self, name: str) -> Floats:
-        if name not in self._read:
-            self._read[name] = self._checkpoint.tensor(name).float32()
-        return self._read[name]
-
 
 def layer_embeddings(checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> list[Floats]:
     """Read the rows of tokens' embeddings for all layers, `[n, layers * P]` for each window."""
@@ -293,7 +288,8 @@ def float_segments(
     """
     if needs_host(checkpoint.config):
         segments = range(checkpoint.config.layer_count + 1)
-        yield from (ExpertSegment(checkpoint, index) for index in segments)
+        read = lambda name: checkpoint.tensor(name).float32()  # noqa: E731
+        yield from (ExpertSegment(checkpoint.config, index, read) for index in segments)
         return
     authors = PRECISIONS["f32"].segments
     assert authors is not None

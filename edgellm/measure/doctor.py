@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +27,13 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.engine import Engine
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.export.equalized import EqualizedCheckpoint
+from edgellm.export.float_segments import ExpertSegment
 from edgellm.export.reference_writer import reference_tokens, store_reference
 from edgellm.export.source_checkpoint import open_source
-from edgellm.graphs import contract
 from edgellm.graphs.config import ModelConfig
-from edgellm.kernels.experts.reference import shares
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.linear import PackedWeights
-from edgellm.kernels.step import LayerWeights, Weights
-from edgellm.kernels.step.reference import activate, gated, norm
-from edgellm.kernels.step.weights import Activation
+from edgellm.kernels.step import Weights
 from edgellm.progress import Progress, ProgressCallback
 from edgellm.quantize.error import median_row_error, worst_line_error, worst_row_error
 from edgellm.store.bundle import Bundle
@@ -66,20 +64,21 @@ _WRONG_PROMPT = 0.75
 __all__ = ["Check", "Examined", "examine"]
 
 
-def check_layers(
-    reference: Reference, model: StepModel, weights: Weights, imported: ImportSummary
-) -> Iterator[Check]:
+def check_layers(bundle: Bundle, reference: Reference, model: StepModel) -> Iterator[Check]:
     """Check the linear layers and norms of every segment, between two attentions.
 
     Behind a layer with experts the median row is judged: where two experts are nearly as good for a
     token, rounding chooses, and its row is far from float32 without a fault.
     """
-    limit = segment_limit(imported)
+    weights, limit = open_packed_weights(bundle), segment_limit(imported(bundle.manifest, PACKED))
     for index, rows in enumerate(reference.segments):
         routed = index > 0 and weights.layers[index - 1].routing is not None
+        segment = _PackedSegment(bundle.config, index, model, weights)
 
-        def run(inputs: Mapping[str, Floats], index: int = index) -> Sequence[Floats]:
-            return _segment(model, weights, index, inputs)
+        def run(
+            inputs: Mapping[str, Floats], segment: _PackedSegment = segment
+        ) -> Sequence[Floats]:
+            return tuple(segment(inputs).values())
 
         error = median_row_error if routed else worst_line_error
         measured = segment_error(rows, run, None, error=error)
@@ -143,100 +142,34 @@ def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Flo
         sequence.truncate(0)
 
 
-def _segment(
-    model: StepModel, weights: Weights, index: int, inputs: Mapping[str, Floats]
-) -> Sequence[Floats]:
-    """Compute the outputs that a graph of this segment would have; see `graphs/contract.py`."""
-    if index == 0:
-        residual = np.asarray(inputs[contract.X]) * np.float32(weights.embedding_scale)
-    else:
-        residual = _after_layer(model, weights, weights.layers[index - 1], inputs)
-    if index == len(weights.layers):
-        return [_norm(residual, weights, weights.final_norm, weights.final_norm_bias)]
-    layer = weights.layers[index]
-    normed = _norm(residual, weights, layer.attention_norm, layer.attention_norm_bias)
-    q, k, v = layer.qkv
-    parts = [
-        _linear(model, normed, q, layer.q_bias),
-        _linear(model, normed, k, layer.k_bias),
-        _linear(model, normed, v, layer.v_bias, fine=True),
-    ]
-    return [residual, np.concatenate(parts, axis=-1)]
+class _PackedSegment(ExpertSegment):
+    """A segment on packed weights, whose products are those of the step."""
+
+    def __init__(self, config: ModelConfig, index: int, model: StepModel, weights: Weights) -> None:
+        super().__init__(config, index, partial(_packed, weights))
+        self._model = model
+
+    def __call__(self, inputs: Mapping[str, Floats]) -> dict[str, Floats]:
+        with np.errstate(over="ignore", invalid="ignore"):  # damaged weights may overflow
+            return super().__call__(inputs)
+
+    def _product(self, name: str, x: Floats, stacked: int = 0, stacks: int = 1) -> Floats:
+        weight = self._tensor(name)
+        if not isinstance(weight, PackedWeights):  # of a router
+            return super()._product(name, x, stacked, stacks)
+        panels = np.split(weight.data, stacks)[stacked]
+        weight = replace(weight, data=panels, outputs=weight.outputs // stacks)
+        product = self._model.linear(x, weight, fine=name.endswith(".v"))
+        bias = f"{name}_bias"
+        if bias in self._specs:
+            product = product + np.split(self._tensor(bias), stacks)[stacked]
+        return product
 
 
-def _after_layer(
-    model: StepModel, weights: Weights, layer: LayerWeights, inputs: Mapping[str, Floats]
-) -> Floats:
-    """Return the residual after a layer, from the output of its attention."""
-    added = _linear(model, inputs[contract.ATTENTION], layer.o, layer.o_bias)
-    added = _norm(added, weights, layer.post_attention_norm, layer.post_attention_norm_bias)
-    residual = inputs[contract.RESIDUAL] + added
-    normed = _norm(residual, weights, layer.mlp_norm, layer.mlp_norm_bias)
-    added = _experts(model, layer, normed) if layer.routing else _mlp(model, layer, normed)
-    after: Floats = residual + _norm(added, weights, layer.post_mlp_norm, layer.post_mlp_norm_bias)
-    return after
-
-
-def _mlp(
-    model: StepModel, layer: LayerWeights, x: Floats, expert: int = 0, count: int = 1
-) -> Floats:
-    """Compute an MLP, which may be one of `count` experts."""
-
-    def product(x: Floats, weight: PackedWeights, bias: Floats | None) -> Floats:
-        own = None if bias is None else np.split(bias, count)[expert]
-        return _linear(model, x, _part(weight, expert, count), own)
-
-    up = product(x, layer.up, layer.up_bias)
-    gate = None if layer.gate is None else product(x, layer.gate, layer.gate_bias)
-    return product(_inner(gate, up, layer.activation), layer.down, layer.down_bias)
-
-
-def _experts(model: StepModel, layer: LayerWeights, x: Floats) -> Floats:
-    """Compute the experts that the router chooses, and the shared one."""
-    routing, added = layer.routing, np.zeros_like(x)
-    assert routing is not None
-    assert layer.router is not None
-    logits = x.astype(np.float64) @ layer.router.T
-    if layer.router_bias is not None:
-        logits += layer.router_bias
-    for expert, share in enumerate(shares(logits, routing, layer.selection_bias).T):
-        rows = np.flatnonzero(share)
-        if len(rows):
-            y = _mlp(model, layer, x[rows], expert, routing.experts)
-            added[rows] += share[rows, None].astype(np.float32) * y
-    if layer.shared is None:
-        return added
-    gate, up, down = (partial(_linear, model, weight=each, bias=None) for each in layer.shared)
-    y = down(_inner(gate(x), up(x), layer.activation))
-    if layer.shared_router is not None:
-        y = y / (1 + np.exp(-x @ layer.shared_router))[:, None]
-    return added + y
-
-
-def _part(weight: PackedWeights, expert: int, count: int) -> PackedWeights:
-    """Return the matrix of one of `count` experts."""
-    panels, outputs = np.split(weight.data, count)[expert], weight.outputs // count
-    return replace(weight, data=panels, outputs=outputs)
-
-
-def _linear(
-    model: StepModel, x: Floats, weight: PackedWeights, bias: Floats | None, *, fine: bool = False
-) -> Floats:
-    product = model.linear(x, weight, fine=fine)
-    return product if bias is None else product + bias
-
-
-def _inner(gate: Floats | None, up: Floats, name: Activation) -> Floats:
-    """Return the input of an MLP's second product."""
-    with np.errstate(over="ignore", invalid="ignore"):  # damaged weights may overflow
-        wide = up.astype(np.float64)
-        inner = activate(wide, name) if gate is None else gated(gate.astype(np.float64), wide, name)
-        return inner.astype(np.float32)
-
-
-def _norm(x: Floats, weights: Weights, weight: Floats | None, bias: Floats | None) -> Floats:
-    normed = norm(x.astype(np.float64), weight, bias, weights.epsilon)
-    return normed.astype(np.float32)
+def _packed(weights: Weights, name: str) -> Any:
+    """Return packed weights, or a vector, by the name of the tensor."""
+    *layer, part = name.split(".")
+    return getattr(weights.layers[int(layer[1])] if layer else weights, part)
 
 
 @dataclass(frozen=True)
@@ -275,11 +208,11 @@ def examine(
     if not steps:
         return
 
-    weights, summary = open_packed_weights(engine.bundle), imported(engine.bundle.manifest, PACKED)
+    summary = imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle, progress=progress) as reference:
         for name, step in steps.items():
             yield Examined(f"{PACKED} on {name}")
-            yield from check_layers(reference, step, weights, summary)
+            yield from check_layers(engine.bundle, reference, step)
             prompts = check_step(
                 reference, step, engine.cache, summary, experts=engine.config.has_experts
             )

@@ -16,7 +16,6 @@ import pytest
 
 from edgellm import SourceError
 from edgellm.backends.batch import StepBackend
-from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import Check
 from edgellm.engine.engine import Engine
 from edgellm.graphs.contract import StoredArray
@@ -49,11 +48,10 @@ def checks_of(path: Path, backend: str = "native", *, limit: int | None = None) 
     """All checks, of prompts no longer than `limit`; 0: those of layers alone."""
     engine: Engine = load(str(path), prefill=backend, decode=backend, ctx_size=256).engine
     assert isinstance(engine.prefill, StepBackend)
-    model, weights = engine.prefill.model, open_packed_weights(engine.bundle)
-    summary = imported(engine.bundle.manifest, PACKED)
+    model, summary = engine.prefill.model, imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle) as reference:
         reference = first_tokens(reference, limit)
-        found = [*check_layers(reference, model, weights, summary)]
+        found = [*check_layers(engine.bundle, reference, model)]
         if limit != 0:
             found += check_step(reference, model, engine.cache, summary)
     assert engine.cache.used_blocks == 0
@@ -162,12 +160,7 @@ def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> 
     engine = load(str(path), ctx_size=256).engine
     assert isinstance(engine.prefill, StepBackend)
     with float_reference(bundle) as reference:
-        checks = check_layers(
-            reference,
-            engine.prefill.model,
-            open_packed_weights(bundle),
-            imported(bundle.manifest, PACKED),
-        )
+        checks = check_layers(bundle, reference, engine.prefill.model)
         assert failed(checks) == [f"segment {layer + 1} in packed weights"]
 
 
