@@ -13,7 +13,7 @@ from pathlib import Path
 from edgellm.errors import UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.layer_config import Attention, LayerConfig
+from edgellm.graphs.layer_config import Attention, LayerConfig, Norms, QKNorm
 from edgellm.graphs.tensor import Tensor
 
 
@@ -333,3 +333,9 @@ def with_attention(
             replace(layer, mixer=change(i, layer.attention)) if layer.attends else layer
         ),
     )
+
+
+def with_norms(config: ModelConfig, *, layers: Norms, queries: QKNorm) -> ModelConfig:
+    """Return the config with norms in this place of each layer, and these of Q and K."""
+    config = with_layers(config, lambda _, layer: replace(layer, norms=layers))
+    return with_attention(config, lambda _, a: replace(a, qk_norm=queries))

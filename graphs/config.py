@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.fields import check_sizes, key_of, parse, shown
+from edgellm.graphs.fields import check_groups, check_positive, check_sizes, key_of, parse, shown
 from edgellm.graphs.layer_config import OTHER_MODEL, Attention, LayerConfig, Rope
 from edgellm.kernels.altup import MOST_STREAMS
 
@@ -96,10 +96,8 @@ class ModelConfig:
             raise ModelFormatError(
                 f"model config: norm_eps is {self.norm_eps}; it must be between 0 and 1"
             )
-        for name in ("embedding_scale", "logit_softcap"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        check_positive("embedding_scale", self.embedding_scale)
+        check_positive("logit_softcap", self.logit_softcap)
         if self.streams is not None and not 2 <= self.streams <= MOST_STREAMS:
             raise UnsupportedModelError(
                 f"model config: {shown(self.streams)} residual streams; 2 to {MOST_STREAMS} are "
@@ -108,11 +106,9 @@ class ModelConfig:
         self._check_layers()
         self._check_ropes()
         self._check_sources()
-        _check_groups("hidden_size", self.hidden_size)
-        if self.backbone is not None:
-            _check_groups("backbone", self.backbone)
+        for name in ("hidden_size", "backbone", "layer_embedding"):
+            check_groups(name, getattr(self, name))
         if self.layer_embedding is not None:
-            _check_groups("layer_embedding", self.layer_embedding)
             rows = self.layer_rows
             if rows >= _MOST_ROWS:
                 raise ModelFormatError(
@@ -134,12 +130,12 @@ class ModelConfig:
                 "model config: no layer attends; supported are models in which one does"
             )
         for index, layer in enumerate(self.layers):
-            _check_groups("intermediate_size", layer.mlp.intermediate)
+            check_groups("intermediate_size", layer.mlp.intermediate)
             if layer.shared is not None:
-                _check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
-            _check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
+                check_groups("the shared expert's intermediate_size", layer.shared.intermediate)
+            check_groups("attention_size" if layer.attends else "size", layer.mixer.size)
             if layer.beside is not None:
-                _check_groups("size", layer.beside.size)
+                check_groups("size", layer.beside.size)
             if layer.scaled and self.streams is not None:
                 raise UnsupportedModelError("model config: scaled layers of several streams")
             if not layer.attends:
@@ -281,14 +277,6 @@ def _leave_out(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     for name, default in defaults.items():
         if values.get(name, default) == default:
             values.pop(name, None)
-
-
-def _check_groups(name: str, size: int) -> None:
-    if size % 32:
-        raise UnsupportedModelError(
-            f"model config: {name} is {size}; weights are quantized in groups of 32, so it must be "
-            "a multiple of 32"
-        )
 
 
 def repeated(layer: LayerConfig, count: int) -> tuple[LayerConfig, ...]:

@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
 
+# Number of weights that are quantized together.
+_GROUP = 32
 # Limits far above every model. A larger number means a damaged file, and would take hours and all
 # memory before anything else refuses it.
 LARGEST = {
@@ -64,6 +66,29 @@ def check_sizes(config: object, largest: dict[str, int]) -> None:
             raise ModelFormatError(
                 f"model config: {name} is {shown(value)}; 1 to {limit} is allowed"
             )
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """Refuse a number of a config, if there is one, that is 0, negative, infinite or NaN.
+
+    Raises:
+        ModelFormatError: it is one of those.
+    """
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+
+
+def check_groups(name: str, size: int | None) -> None:
+    """Refuse a width of a config, if there is one, that is no whole number of groups.
+
+    Raises:
+        UnsupportedModelError: it is no multiple of a group.
+    """
+    if size is not None and size % _GROUP:
+        raise UnsupportedModelError(
+            f"model config: {name} is {size}; weights are quantized in groups of {_GROUP}, so it "
+            f"must be a multiple of {_GROUP}"
+        )
 
 
 def shown(value: int) -> str:

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
-from edgellm.graphs.fields import LARGEST, check_sizes
+from edgellm.graphs.fields import LARGEST, check_groups, check_positive, check_sizes
 from edgellm.graphs.state_mixers import Mamba2, StateMixer
 from edgellm.kernels.experts import Routing
 
 _MOST_EXPERTS = 1 << 12
 _LARGEST_ANGLE = 2 * math.pi
-_GROUP = 32
 
 QKNorm = Literal["none", "head", "head_after_rope", "width"]
 Norms = Literal["pre", "post", "sandwich"]
@@ -44,10 +43,7 @@ class Rope:
                 f"model config: inv_freq must be numbers from 0 to {_LARGEST_ANGLE:.2f}, a whole "
                 "turn for each position"
             )
-        if not (math.isfinite(self.magnitude) and self.magnitude > 0):
-            raise ModelFormatError(
-                f"model config: the magnitude of RoPE is {self.magnitude}; it must be positive"
-            )
+        check_positive("the magnitude of RoPE", self.magnitude)
 
 
 # `Attention.kv_from` of layers that read K and V of another model's last layer with their window.
@@ -77,12 +73,7 @@ class Latent:
     def __post_init__(self) -> None:
         check_sizes(self, LARGEST)
         for name in ("rank", "key", "query_rank"):
-            width = getattr(self, name)
-            if width is not None and width % _GROUP:
-                raise UnsupportedModelError(
-                    f"model config: {name} of latent attention is {width}; weights are quantized "
-                    f"in groups of {_GROUP}, so it must be a multiple of {_GROUP}"
-                )
+            check_groups(f"{name} of latent attention", getattr(self, name))
         if self.value % 16:
             raise UnsupportedModelError(
                 f"model config: heads have values of {self.value} numbers in latent attention; it "
@@ -156,10 +147,8 @@ class Attention:
             )
         if self.latent is not None:
             self._check_latent()
-        for name in ("scale", "softcap"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ModelFormatError(f"model config: {name} is {value}; it must be positive")
+        check_positive("scale", self.scale)
+        check_positive("softcap", self.softcap)
 
     def _check_latent(self) -> None:
         plain = Attention(
@@ -375,21 +364,14 @@ def _check_experts(experts: Routing, mlp: Mlp) -> None:
             f"model config: a token uses {experts.used} experts of {experts.used_groups} of "
             f"{experts.groups} groups of {experts.experts} experts"
         )
-    if not (math.isfinite(experts.scale) and experts.scale > 0):
-        raise ModelFormatError(
-            f"model config: the scale of the experts is {experts.scale}; it must be positive"
-        )
+    check_positive("the scale of the experts", experts.scale)
     if not mlp.gated:
         raise UnsupportedModelError("model config: experts without a gate; supported is one")
 
 
 def _check_laurel(layer: LayerConfig, rank: int) -> None:
     check_sizes(layer, {"laurel": LARGEST["rank"]})
-    if rank % _GROUP:
-        raise UnsupportedModelError(
-            f"model config: the rank of laurel is {rank}; weights are quantized in groups of "
-            f"{_GROUP}, so it must be a multiple of {_GROUP}"
-        )
+    check_groups("the rank of laurel", rank)
     plain = layer.attends and layer.attention.latent is None and layer.experts is None
     if not plain or layer.norms != "sandwich":
         raise UnsupportedModelError(

@@ -40,13 +40,7 @@ def layer_types(fields: Fields, count: int) -> list[bool] | None:
     Raises:
         ModelFormatError, UnsupportedModelError: see `sliding_of_hf`.
     """
-    types = fields.entries(str, "layer_types", count)
-    for layer_type in types or ():
-        if layer_type not in (FULL, SLIDING):
-            raise UnsupportedModelError(
-                f"{fields.origin}: layer_types has {layer_type!r}; supported are {FULL} and "
-                f"{SLIDING}"
-            )
+    types = mixers_of_hf(fields, count, others=(SLIDING,))
     return None if types is None else [layer_type == SLIDING for layer_type in types]
 
 

@@ -73,19 +73,12 @@ def checked(tensor: Tensor, origin: str) -> Tensor:
 
 def rows_of_tensor(tensor: Tensor, rows: slice | NDArray[np.intp]) -> Tensor:
     """Return a tensor of some rows of another one, or of all its rows in another order."""
-
-    def quantized() -> QuantizedWeight:
-        assert tensor.quantized is not None
-        weight = tensor.quantized()
-        arrays: dict[str, Any] = {name: array[rows] for name, array in weight.arrays().items()}
-        return replace(weight, **arrays)
-
     count = len(range(*rows.indices(tensor.shape[0]))) if isinstance(rows, slice) else len(rows)
     return replace(
         tensor,
         shape=(count, *tensor.shape[1:]),
         float32=lambda: np.ascontiguousarray(tensor.float32()[rows]),
-        quantized=None if tensor.quantized is None else quantized,
+        quantized=_changed(tensor, lambda array: array[rows]),
         nbytes=tensor.nbytes * count // max(tensor.shape[0], 1),
     )
 
@@ -161,8 +154,7 @@ def flattened(tensor: Tensor, count: int, *, name: str, matrices: bool = True) -
             f"{count} {kind}"
         )
     _, rows, *columns = tensor.shape
-    shape = count * rows, *columns
-    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+    return reshaped(tensor, count * rows, *columns)
 
 
 def cut_rows(tensor: Tensor, parts: int) -> Tensor:
@@ -178,19 +170,8 @@ def cut_rows(tensor: Tensor, parts: int) -> Tensor:
             f"a tensor has shape {list(tensor.shape)}; the config asks for rows of {parts} parts"
         )
     rows, columns = tensor.shape[0] * parts, tensor.shape[1] // parts
-
-    def quantized() -> QuantizedWeight:
-        assert tensor.quantized is not None
-        weight = tensor.quantized()
-        arrays: dict[str, Any] = {n: a.reshape(rows, -1) for n, a in weight.arrays().items()}
-        return replace(weight, **arrays)
-
-    return replace(
-        tensor,
-        shape=(rows, columns),
-        float32=lambda: tensor.float32().reshape(rows, columns),
-        quantized=None if tensor.quantized is None or columns % BLOCK else quantized,
-    )
+    codes = None if columns % BLOCK else _changed(tensor, lambda array: array.reshape(rows, -1))
+    return replace(reshaped(tensor, rows, columns), quantized=codes)
 
 
 def rows_first(tensor: Tensor) -> Tensor:
@@ -207,7 +188,28 @@ def as_vector(tensor: Tensor) -> Tensor:
     """Return a matrix of one row `[1, K]` as a vector; one of another shape as it is."""
     if len(tensor.shape) != 2 or tensor.shape[0] != 1:
         return tensor
-    return replace(tensor, shape=tensor.shape[1:], float32=lambda: tensor.float32().reshape(-1))
+    return reshaped(tensor, tensor.shape[1])
+
+
+def reshaped(tensor: Tensor, *shape: int) -> Tensor:
+    """Return the tensor in another shape; its codes stay as they are."""
+    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+
+
+def _changed(
+    tensor: Tensor, change: Callable[[NDArray[Any]], NDArray[Any]]
+) -> Callable[[], QuantizedWeight] | None:
+    """Return a reader of the tensor's codes and scales, all of which are changed."""
+    read = tensor.quantized
+    if read is None:
+        return None
+
+    def quantized() -> QuantizedWeight:
+        weight = read()
+        arrays: dict[str, Any] = {name: change(a) for name, a in weight.arrays().items()}
+        return replace(weight, **arrays)
+
+    return quantized
 
 
 def _concatenated(read: Sequence[Callable[[], QuantizedWeight]]) -> QuantizedWeight:

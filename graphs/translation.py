@@ -20,6 +20,7 @@ from edgellm.graphs.tensor import (
     Tensor,
     flattened,
     half_split_order,
+    reshaped,
     rows_first,
     rows_of_tensor,
     stacked,
@@ -171,8 +172,7 @@ def _latent_up(tensor: Tensor, part: str, attention: Attention, *, fused: bool) 
     latent, heads = attention.latent, attention.heads
     assert latent is not None
     if not fused:  # [H, N, K]
-        rows = math.prod(tensor.shape[:-1]), *tensor.shape[-1:]
-        return replace(tensor, shape=rows, float32=lambda: tensor.float32().reshape(rows))
+        return reshaped(tensor, math.prod(tensor.shape[:-1]), *tensor.shape[-1:])
     needed = heads * (latent.key + latent.value), latent.rank
     if tensor.shape != needed:
         raise ModelFormatError(

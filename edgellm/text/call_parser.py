@@ -298,7 +298,7 @@ class CallParser:
             call.values += 1
             if keys.name is None:
                 call.name = label
-            if keys.name is None or (call.wants_arguments and label in keys.argument_names):
+            if keys.name is None or (not call.begun and label in keys.argument_names):
                 complete = yield from call.read_arguments()
                 if not complete:
                     return False
@@ -310,7 +310,10 @@ class CallParser:
                 text = json.loads(value) if value.startswith('"') else value
                 if label == keys.name and not (value.startswith('"') and _is_name(text)):
                     return False
-                call.take(is_name=label == keys.name, text=text)
+                if label == keys.name:
+                    call.name = text
+                else:
+                    call.id = text
         return call.end()
 
     def _value(self) -> Generator[None, None, str | None]:
@@ -356,22 +359,12 @@ class _ObjectCall:
 
     def __init__(self, parser: CallParser, *, wait_for_id: bool) -> None:
         self.name: str | None = None
+        self.id: str | None = None
         self.values = 0
+        self.begun = False
         self._parser = parser
-        self._id: str | None = None
         self._held: str | None = None  # arguments read before the call could be announced
         self._wait = wait_for_id
-        self._begun = False
-
-    @property
-    def wants_arguments(self) -> bool:
-        return not self._begun
-
-    def take(self, *, is_name: bool, text: str) -> None:
-        if is_name:
-            self.name = text
-        else:
-            self._id = text
 
     def read_arguments(self) -> Reading:
         parser = self._parser
@@ -395,15 +388,15 @@ class _ObjectCall:
         """Announce the call if that is still to be done; False if the object is no call."""
         if self.name is None or not _is_name(self.name):
             return False
-        if not self._begun:
+        if not self.begun:
             self._begin()
             self._parser._fragment(self._held or "{}")
         return True
 
     def _begin(self) -> None:
         assert self.name is not None
-        self._begun = True
-        self._parser._announce(self.name, self._id)
+        self.begun = True
+        self._parser._announce(self.name, self.id)
 
 
 def _bare_arguments(text: str, name: str, keys: ObjectKeys) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgellm.errors import ModelFormatError, UnsupportedModelError
@@ -27,7 +27,7 @@ from edgellm.graphs.hf_quantization.groups import (
 )
 from edgellm.graphs.hf_quantization.mxfp4 import mxfp4_tensor
 from edgellm.graphs.safetensors_folder import FLOATS, SafetensorsFolder
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, reshaped
 
 # Mode -> allowed bits of a code, and group sizes.
 _MODES = {"affine": ((2, 3, 4, 5, 6, 8), (32, 64, 128)), "mxfp4": ((4,), (32,))}
@@ -69,8 +69,7 @@ class Reader:
             for part in (scales, biases):
                 expect(part, FLOATS, shape=(*stack, groups))
         flat = self._flat(module, scheme, math.prod(stack), groups)
-        shape = *stack, columns
-        return replace(flat, shape=shape, float32=lambda: flat.float32().reshape(shape))
+        return reshaped(flat, *stack, columns)
 
     def _flat(self, module: str, scheme: _Scheme, rows: int, groups: int) -> Tensor:
         """Return the weight of a module with all rows in one matrix."""

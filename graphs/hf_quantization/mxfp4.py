@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgellm.graphs.hf_quantization.groups import Bytes, half_scales, read_powers_of_two, unpack
 from edgellm.graphs.safetensors_folder import SafetensorsFolder
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, reshaped
 from edgellm.kernels.quantized import GROUP, KINDS, QuantizedWeight
 
 KIND = KINDS["mxfp4"]
@@ -46,8 +45,7 @@ class Reader:
             codes=lambda: unpack(self._folder.read(blocks).reshape(rows, -1), KIND.bits),
             scales=lambda: read_powers_of_two(self._folder, scales).reshape(rows, groups),
         )
-        shape = *stack, groups * GROUP
-        return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+        return reshaped(tensor, *stack, groups * GROUP)
 
 
 def mxfp4_tensor(

@@ -6,15 +6,8 @@ The large model has windows; its layers without a window have no positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from edgellm.graphs.architecture import (
-    HF_SANDWICH_NAMES,
-    Architecture,
-    GGUFHeader,
-    with_attention,
-    with_layers,
-)
+from edgellm.graphs.architecture import HF_SANDWICH_NAMES, Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_kinds import sliding_of_gguf, sliding_of_hf, with_windows
@@ -25,27 +18,22 @@ _PERIOD = 4
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"sliding_window": 4096})
-    config = llama.config_from_hf(fields)
+    config = with_norms(llama.config_from_hf(fields), layers="post", queries="head")
     window = fields.optional(int, "sliding_window")
     if window is None:
         fields.ignore("sliding_window_pattern", "layer_types")
-        return _normed(config)
+        return config
     sliding = sliding_of_hf(fields, config.layer_count, period=_PERIOD)
-    return _windowed(_normed(config), sliding, window)
+    return _windowed(config, sliding, window)
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    config = _normed(llama.config_from_gguf(header))
+    config = with_norms(llama.config_from_gguf(header), layers="post", queries="head")
     window = config.attention.window
     if window is None:
         return config
     sliding = sliding_of_gguf(header.fields, config.layer_count, period=_PERIOD)
     return _windowed(config, sliding, window)
-
-
-def _normed(config: ModelConfig) -> ModelConfig:
-    config = with_attention(config, lambda _, a: replace(a, qk_norm="head"))
-    return with_layers(config, lambda _, layer: replace(layer, norms="post"))
 
 
 def _windowed(config: ModelConfig, sliding: Sequence[bool], window: int) -> ModelConfig:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from edgellm.graphs import rope_scaling
-from edgellm.graphs.architecture import HF_SANDWICH_NAMES, Architecture, GGUFHeader, with_attention
+from edgellm.graphs.architecture import HF_SANDWICH_NAMES, Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_kinds import FULL, sliding_of_gguf, sliding_of_hf, with_windows
@@ -33,8 +31,9 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     local = rope_scaling.local_from_hf(fields, head_dim=config.head_dim, theta=theta)
     sliding = sliding_of_hf(fields, config.layer_count, period=_PERIOD)
     fields.optional(float, "attn_logit_softcapping")  # transformers does not apply it either
+    config = with_norms(config, layers="sandwich", queries="head")
     return gemma2.capped(
-        _normed(with_windows(config, sliding, fields.optional(int, "sliding_window"), local=local)),
+        with_windows(config, sliding, fields.optional(int, "sliding_window"), local=local),
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
         scores=None,
         logits=fields.optional(float, "final_logit_softcapping"),
@@ -44,6 +43,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     fields = header.fields
     config = gemma.config_from_gguf(header)
+    config = with_norms(config, layers="sandwich", queries="head")
     theta = fields.positive("rope.freq_base_swa", default=_LOCAL_THETA)
     local = rope_scaling.plain(config.head_dim, theta)
     window = config.attention.window
@@ -51,15 +51,11 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     period = 1 if window is None else _PERIOD
     sliding = sliding_of_gguf(fields, config.layer_count, period=period)
     return gemma2.capped(
-        _normed(with_windows(config, sliding, window, local=local)),
+        with_windows(config, sliding, window, local=local),
         scale=gemma2.gguf_scale(config, layers_27b=_LAYERS_27B),
         scores=None,
         logits=fields.optional(float, "final_logit_softcapping"),
     )
-
-
-def _normed(config: ModelConfig) -> ModelConfig:
-    return with_attention(config, lambda _, a: replace(a, qk_norm="head"))
 
 
 ARCHITECTURE = Architecture(

@@ -12,7 +12,7 @@ from edgellm.graphs.architecture import (
     Architecture,
     GGUFHeader,
     with_attention,
-    with_layers,
+    with_norms,
 )
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
@@ -22,18 +22,15 @@ from edgellm.graphs.models import llama
 def config_from_hf(fields: Fields) -> ModelConfig:
     fields.assume({"attention_bias": True, "head_dim": 128, "partial_rotary_factor": 0.5})
     config = llama.config_from_hf(fields, partial=True)
-    return _sandwich(with_attention(config, lambda _, a: replace(a, output_bias=False)))
+    config = with_attention(config, lambda _, a: replace(a, output_bias=False))
+    return with_norms(config, layers="sandwich", queries="none")
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     # files of multimodal models have the rows of Q and K in another order
     header.fields.require("rope.dimension_sections")
     header.fields.require("nextn_predict_layers", 0)
-    return _sandwich(llama.config_from_gguf(header))
-
-
-def _sandwich(config: ModelConfig) -> ModelConfig:
-    return with_layers(config, lambda _, layer: replace(layer, norms="sandwich"))
+    return with_norms(llama.config_from_gguf(header), layers="sandwich", queries="none")
 
 
 ARCHITECTURE = Architecture(

@@ -20,7 +20,7 @@ from edgellm.graphs.layer_kinds import FULL, attending_of_gguf, mixers_of_hf, wi
 from edgellm.graphs.models import granite, granitemoe
 from edgellm.graphs.rope_scaling import no_rotation
 from edgellm.graphs.state_mixers import Mamba2
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, reshaped
 from edgellm.graphs.translation import with_values
 
 _MIXER = "model.layers.{}.mamba."
@@ -138,7 +138,7 @@ def mamba_of_hf(name: str, tensor: Tensor) -> Tensor:
     """Take dimensions of size 1 away, and the decay out of its logarithm."""
     part = name.rpartition(".")[2]
     if part == "conv" and len(tensor.shape) == 3 and tensor.shape[1] == 1:
-        return _reshaped(tensor, (tensor.shape[0], tensor.shape[2]))
+        return reshaped(tensor, tensor.shape[0], tensor.shape[2])
     if part == "decay":
         return with_values(tensor, lambda values: -np.exp(values))
     return tensor
@@ -151,12 +151,8 @@ def fold_gguf(name: str, tensor: Tensor, fields: Fields) -> Tensor:
 def mamba_of_gguf(name: str, tensor: Tensor) -> Tensor:
     """Take the second dimension of decay, skip and norm away."""
     if name.rpartition(".")[2] in ("decay", "skip", "mamba_norm"):
-        return _reshaped(tensor, (math.prod(tensor.shape),))
+        return reshaped(tensor, math.prod(tensor.shape))
     return tensor
-
-
-def _reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
 
 
 ARCHITECTURE = Architecture(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from edgellm.graphs.architecture import HF_NAMES, Architecture, GGUFHeader, with_attention
+from edgellm.graphs.architecture import HF_NAMES, Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama
@@ -24,15 +22,11 @@ def config_from_hf(fields: Fields) -> ModelConfig:
     fields.require("use_mla", False)
     fields.require("norm_type", "rms", "hf_rms", "fused")
     fields.ignore(*_UNUSED)
-    return _normed(llama.config_from_hf(fields))
+    return with_norms(llama.config_from_hf(fields), layers="pre", queries="head_after_rope")
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    return _normed(llama.config_from_gguf(header))
-
-
-def _normed(config: ModelConfig) -> ModelConfig:
-    return with_attention(config, lambda _, a: replace(a, qk_norm="head_after_rope"))
+    return with_norms(llama.config_from_gguf(header), layers="pre", queries="head_after_rope")
 
 
 ARCHITECTURE = Architecture(

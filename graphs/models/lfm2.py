@@ -16,7 +16,7 @@ from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_kinds import FULL, attending_of_gguf, mixers_of_hf, with_mixers
 from edgellm.graphs.models import llama
 from edgellm.graphs.state_mixers import ShortConv
-from edgellm.graphs.tensor import Tensor
+from edgellm.graphs.tensor import Tensor, reshaped
 
 _DEFAULTS = {
     "rope_theta": 1e6,
@@ -57,8 +57,7 @@ def fold_hf(name: str, tensor: Tensor, _: Fields) -> Tensor:
     """Take the filters, one for each channel, out of the shape of a convolution's weight."""
     if name.rpartition(".")[2] != "conv" or len(tensor.shape) != 3 or tensor.shape[1] != 1:
         return tensor
-    shape = tensor.shape[0], tensor.shape[2]
-    return replace(tensor, shape=shape, float32=lambda: tensor.float32().reshape(shape))
+    return reshaped(tensor, tensor.shape[0], tensor.shape[2])
 
 
 def _attending(fields: Fields, count: int) -> list[bool]:

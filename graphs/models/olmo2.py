@@ -5,13 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.graphs import rope_scaling
-from edgellm.graphs.architecture import (
-    HF_SANDWICH_NAMES,
-    Architecture,
-    GGUFHeader,
-    with_attention,
-    with_layers,
-)
+from edgellm.graphs.architecture import HF_SANDWICH_NAMES, Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.layer_kinds import sliding_of_gguf, with_windows
@@ -21,13 +15,13 @@ PERIOD = 4
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
-    return normed(llama.config_from_hf(fields))
+    return with_norms(llama.config_from_hf(fields), layers="post", queries="width")
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     """Read a GGUF file of OLMo 2, or of OLMo 3: the same architecture with a sliding window."""
     fields = header.fields
-    config = normed(llama.config_from_gguf(header))
+    config = with_norms(llama.config_from_gguf(header), layers="post", queries="width")
     magnitude = fields.optional(float, "rope.scaling.attn_factor")
     if magnitude is not None:
         # the converter writes the whole factor of config.json, which llama.cpp multiplies once more
@@ -39,11 +33,6 @@ def config_from_gguf(header: GGUFHeader) -> ModelConfig:
     sliding = sliding_of_gguf(fields, config.layer_count, period=PERIOD)
     local = rope_scaling.plain(config.head_dim, theta)
     return with_windows(config, sliding, window, local=local)
-
-
-def normed(config: ModelConfig) -> ModelConfig:
-    config = with_attention(config, lambda _, a: replace(a, qk_norm="width"))
-    return with_layers(config, lambda _, layer: replace(layer, norms="post"))
 
 
 ARCHITECTURE = Architecture(

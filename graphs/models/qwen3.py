@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from edgellm.graphs.architecture import Architecture, GGUFHeader, with_attention
+from edgellm.graphs.architecture import Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.fields import Fields
 from edgellm.graphs.models import llama, qwen2
@@ -13,15 +11,11 @@ from edgellm.graphs.models import llama, qwen2
 def config_from_hf(fields: Fields) -> ModelConfig:
     qwen2.without_windows(fields)
     fields.assume({"head_dim": 128})
-    return normed(llama.config_from_hf(fields))
+    return with_norms(llama.config_from_hf(fields), layers="pre", queries="head")
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    return normed(llama.config_from_gguf(header))
-
-
-def normed(config: ModelConfig) -> ModelConfig:
-    return with_attention(config, lambda _, a: replace(a, qk_norm="head"))
+    return with_norms(llama.config_from_gguf(header), layers="pre", queries="head")
 
 
 ARCHITECTURE = Architecture(config_from_hf=config_from_hf, config_from_gguf=config_from_gguf)

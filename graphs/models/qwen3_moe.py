@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgellm.graphs.architecture import Architecture, GGUFHeader
+from edgellm.graphs.architecture import Architecture, GGUFHeader, with_norms
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.experts import (
     experts_from_gguf,
@@ -11,12 +11,12 @@ from edgellm.graphs.experts import (
     with_experts,
 )
 from edgellm.graphs.fields import Fields
-from edgellm.graphs.models import llama, qwen2, qwen3
+from edgellm.graphs.models import llama, qwen2
 
 
 def config_from_hf(fields: Fields) -> ModelConfig:
     qwen2.without_windows(fields)
-    config = qwen3.normed(llama.config_from_hf(fields))
+    config = with_norms(llama.config_from_hf(fields), layers="pre", queries="head")
     normalized = fields.optional(bool, "norm_topk_prob") or False
     return with_experts(
         config,
@@ -27,7 +27,7 @@ def config_from_hf(fields: Fields) -> ModelConfig:
 
 
 def config_from_gguf(header: GGUFHeader) -> ModelConfig:
-    config = qwen3.normed(llama.config_from_gguf(header))
+    config = with_norms(llama.config_from_gguf(header), layers="pre", queries="head")
     return experts_from_gguf(config, header, normalized=True)
 
 
