@@ -238,6 +238,7 @@ def _untested(config: ModelConfig) -> str:
     attentions = config.attentions.values()
     parts = {
         "layers with states": config.has_states,
+        "latents in place of K and V": any(each.latent for each in attentions),
         "layers that share K and V": any(each.kv_from is not None for each in attentions),
         "V made of K": any(each.k_as_v for each in attentions),
         "embeddings for each layer": config.layer_embedding is not None,
