@@ -228,6 +228,9 @@ class StepModel(Protocol):
             fine: whether activations keep 16 bits where others are rounded to fewer.
         """
 
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """Return embedding rows `[n, E]`."""
+
     def logits(self, hidden: Floats) -> Floats:
         """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""
 

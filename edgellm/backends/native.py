@@ -18,7 +18,7 @@ from edgellm.backends.batch import Rows, Span, cut, reserved, softcapped, step_s
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
-from edgellm.errors import CancelledError, OptionError, UnsupportedModelError
+from edgellm.errors import CancelledError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.kv_blocks import DENSE_POSITIONS, first_dense
 from edgellm.kernels.linear import PANEL, PackedWeights, rows_of
@@ -35,18 +35,12 @@ from edgellm.kernels.step.native_mixers import MIXERS
 Floats = NDArray[np.float32]
 
 
-def require(_: str) -> None:
-    """See `BackendFile.require`."""
-    if library() is None:
-        raise OptionError(
-            "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
-            "installed; install a C++ compiler and reinstall, or take `decode` portable and "
-            "`prefill` cpu"
-        )
+def open_model(parts: Parts) -> NativeModel:
+    """Open the model.
 
-
-def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
-    """See `StepBackendFile.open_model`."""
+    Raises:
+        UnsupportedModelError: the kernels do not take the model's sizes.
+    """
     compiled = library()
     assert compiled is not None
     _check_sizes(parts.bundle.config)
@@ -62,7 +56,7 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
     # with two devices, where the CPU plays the accelerator, the host has one core
     two = selection.scheduling(parts.options.scheduling) == "two_devices"
     threads = 1 if two and selection.shares_cpu else parts.threads
-    model = NativeModel(
+    return NativeModel(
         compiled,
         weights,
         parts.ropes,
@@ -72,7 +66,6 @@ def open_model(parts: Parts) -> tuple[NativeModel, PackedHead]:
         kv_read=parts.options.kv_read,
         prefill_mass=parts.options.prefill_mass,
     )
-    return model, model.head
 
 
 def _check_sizes(config: ModelConfig) -> None:
@@ -93,25 +86,6 @@ def _check_sizes(config: ModelConfig) -> None:
                 f"kv_heads * head_dim is {attention.kv_size}; the native kernels take multiples of "
                 f"{PANEL}. Take `decode` portable and `prefill` cpu"
             )
-
-
-class PackedHead:
-    """The LM head and the embedding in packed weights; see `Head` in `segments.py`."""
-
-    def __init__(self, library: ctypes.CDLL, weights: Weights, *, threads: int) -> None:
-        self._library = library
-        self._weights = weights
-        self._threads = threads
-
-    def embed(self, tokens: SequenceOf[int]) -> Floats:
-        """Return embedding rows `[n, E]`."""
-        return rows_of(self._weights.embedding, tokens)
-
-    def logits(self, hidden: Floats) -> Floats:
-        """Return logits `[rows, V]` of hidden states `[rows, E]`."""
-        head = self._weights.head
-        logits = linear(self._library, hidden, head, fine=True, threads=self._threads)
-        return softcapped(logits, self._weights.logit_softcap)
 
 
 class NativeModel:
@@ -139,7 +113,6 @@ class NativeModel:
             kv_read: tokens that rows of answers read at most; None: all.
             prefill_mass: share of the attention that whole blocks of prompts read; None: all.
         """
-        self.head = PackedHead(library, weights, threads=threads)
         self._library = library
         self._weights = weights
         self._step = FusedStep(library, weights, ropes, pools, expert_memory=expert_memory)
@@ -243,6 +216,10 @@ class NativeModel:
         hidden[rows] = last[0]
         return hidden, last[1]
 
+    def embed(self, tokens: SequenceOf[int]) -> Floats:
+        """See `StepModel.embed`."""
+        return rows_of(self._weights.embedding, tokens)
+
     def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
         """See `FusedStep.experts`."""
         return self._step.experts(layer, x, threads=threads)
@@ -273,4 +250,5 @@ class NativeModel:
 
     def logits(self, hidden: Floats) -> Floats:
         """See `StepModel.logits`."""
-        return self.head.logits(hidden)
+        logits = self.linear(hidden, self._weights.head, fine=True)
+        return softcapped(logits, self._weights.logit_softcap)

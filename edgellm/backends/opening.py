@@ -1,31 +1,36 @@
-"""Opening of the selected models, each in the file of its back end.
+"""Opening of the selected models; the files of kernels are imported when they are chosen.
 
-This is the file of ONNX Runtime's graphs on any execution provider, with attention on the host. It
-needs a provider that is there and runs a small graph; the CPU provider needs nothing.
+Graphs of ONNX Runtime run on any execution provider, with attention on the host, or with `cuda` in
+Triton on the device, which needs onnxruntime-gpu beside torch and triton.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends import providers
 from edgellm.backends.batch import StepModel
 from edgellm.backends.forward import Host, Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.providers import CPU, CUDA
-from edgellm.backends.registry import NATIVE, STEPS, BackendFile, backend_file
+from edgellm.backends.registry import NATIVE, TRITON
 from edgellm.backends.segments import Head, ModelHead, Segments
 from edgellm.backends.selection import Parts
-from edgellm.backends.self_test import check_once
+from edgellm.backends.self_test import check_once, require_segments
+from edgellm.errors import MemoryEstimateError
+from edgellm.graphs.contract import WEIGHTS_FILE
+from edgellm.kernels.gpu import device
 from edgellm.store import key_basis
 from edgellm.store.bundle import Bundle
 from edgellm.store.manifest import PACKED, map_arrays
 from edgellm.store.precision_support import needs_host
+
+if TYPE_CHECKING:
+    from edgellm.backends.device_model import DeviceModel  # imports torch
 
 
 @dataclass(frozen=True)
@@ -41,38 +46,25 @@ class OpenModels:
     graphs: Mapping[str, Model]
 
 
-class StepBackendFile(BackendFile, Protocol):
-    """Functions in the file of a back end that takes packed weights."""
-
-    def open_model(self, parts: Parts) -> tuple[StepModel, ModelHead]:
-        """Open the model; return it, and its LM head and embedding by themselves.
-
-        Raises:
-            UnsupportedModelError: the kernels do not take the model's sizes.
-            MemoryEstimateError: the model does not fit on the device.
-        """
-
-
 def open_models(parts: Parts) -> OpenModels:
     """Open the selected models; a model that serves both prefill and decode is opened once."""
     selection, config = parts.selection, parts.bundle.config
     chosen = {selection.prefill, selection.host(config)}
     steps: dict[str, StepModel] = {}
-    head: ModelHead | None = None
-    for name in STEPS:
-        if name in chosen:
-            file = cast(StepBackendFile, backend_file(name))
-            steps[name], head = file.open_model(parts)
+    if NATIVE in chosen:
+        from edgellm.backends import native
+
+        steps[NATIVE] = native.open_model(parts)
+    if TRITON in chosen:
+        from edgellm.backends import triton
+
+        steps[TRITON] = triton.open_model(parts)
     precisions = selection.graph_precisions(config)
     if not precisions:
         return OpenModels(steps, {})
     host = cast(Host, steps[NATIVE]) if needs_host(config) else None
+    head = steps.get(TRITON) or steps.get(NATIVE)
     return OpenModels(steps, _open_graphs(parts, precisions, head, host))
-
-
-def require(name: str) -> None:
-    """See `BackendFile.require`."""
-    providers.require(name)
 
 
 def _open_graphs(
@@ -103,9 +95,7 @@ def _open_graphs(
         head = heads[bundle.precision(precision).head or ""]
         runs_prefill = precision == prefill_precision
         if runs_prefill and selection.prefill == CUDA:
-            from edgellm.backends import cuda
-
-            models[precision] = cuda.open_model(parts, precision, head=head, attention=attention)
+            models[precision] = open_on_device(parts, precision, head=head, attention=attention)
         else:
             models[precision] = _open_model(
                 parts,
@@ -144,6 +134,58 @@ def _open_model(
     on_one = runs_prefill and (selection.shares_cpu or two)
     threads = 1 if on_one else parts.threads
     return Model(segments, head, attention, threads=threads, host=host)
+
+
+def open_on_device(
+    parts: Parts, precision: str, *, head: ModelHead, attention: HostAttention
+) -> DeviceModel:
+    """Open a precision on the device.
+
+    Args:
+        attention: attention whose RoPE tables and norms are copied to the device.
+
+    Raises:
+        MemoryEstimateError: weights and KV cache do not fit on the device.
+        ProviderError: a segment computes something else than on the CPU.
+    """
+    # chunks share inputs, Q and partial sums, which the next one writes
+    assert parts.selection.policy == "serial"
+    place = device.require()
+    _check_fits(parts, precision, place)
+    from edgellm.backends.device_model import DeviceModel, DeviceSegments, Queue  # imports torch
+
+    queue = Queue(place)
+    segments = DeviceSegments(
+        parts.bundle,
+        precision,
+        queue=queue,
+        threads=parts.threads,
+        provider_options=parts.options.provider_options,
+        allow_fallback=parts.options.allow_fallback,
+    )
+    # at every start: nothing is compiled that could be marked as checked
+    require_segments(parts.bundle, segments, parts.progress)
+    return DeviceModel(segments, head, attention, cache=parts.cache, queue=queue)
+
+
+def _check_fits(parts: Parts, precision: str, place: str) -> None:
+    """Refuse what needs more memory than the device has.
+
+    A session for each segment and chunk size has its own copy of the weights. What the provider
+    takes for its own work comes on top.
+    """
+    bundle, sizes = parts.bundle, parts.bundle.precision(precision).chunk_sizes
+    weights = len(sizes) * bundle.manifest.files[f"{precision}/{WEIGHTS_FILE}"].bytes
+    needed = {
+        f"for weights of {precision} in {len(sizes)} chunk sizes": weights,
+        "for the KV cache": parts.cache.nbytes,
+    }
+    reason = device.too_large(place, needed)
+    if reason is not None:
+        raise MemoryEstimateError(
+            f"cuda: {reason}. Choose a smaller `precision` or `ctx_size`, or `prefill` triton, "
+            "which has the weights once"
+        )
 
 
 def _heads(

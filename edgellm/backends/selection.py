@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from edgellm.backends import providers
 from edgellm.backends.providers import CPU, CUDA, PROVIDERS
 from edgellm.backends.registry import (
     AUTO,
@@ -17,7 +18,6 @@ from edgellm.backends.registry import (
     REFERENCE,
     STEPS,
     TRITON,
-    backend_file,
 )
 from edgellm.backends.schedule import Policy
 from edgellm.cache.kv_cache import KVCache
@@ -178,7 +178,7 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     # decode in graphs needs nothing: they run on the CPU
     for name in dict.fromkeys((options.decode, options.prefill)):
         if name != AUTO and (name in STEPS or name == options.prefill):
-            backend_file(name).require(name)
+            require_backend(name)
     decode = _usual_decode() if decode == AUTO else decode
     prefill = options.prefill
     if prefill == AUTO:
@@ -207,6 +207,25 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
     if policy is None:
         policy = "serial" if prefill in (CPU, CUDA, *STEPS) else "out-of-order"
     return Selection(prefill=prefill, decode=decode, policy=policy, precision=options.precision)
+
+
+def require_backend(name: str) -> None:
+    """Refuse a back end where it cannot be used; graphs on an execution provider need that.
+
+    Raises:
+        OptionError: the back end is not there, or there is no back end of this name.
+        ProviderError: an execution provider or a GPU cannot be used here.
+    """
+    if name == NATIVE and library() is None:
+        raise OptionError(
+            "`decode` or `prefill` is 'native': the kernels were not built when edgellm was "
+            "installed; install a C++ compiler and reinstall, or take `decode` portable and "
+            "`prefill` cpu"
+        )
+    if name not in STEPS:
+        providers.require(name)
+    if name in (TRITON, CUDA):
+        device.require()
 
 
 def needs_native(options: EngineOptions) -> bool:

@@ -86,7 +86,7 @@ class TritonModel:
         return [Rows(nothing, [best]) for best in self._step.best(calls)]
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
-        """See `ModelHead.embed`."""
+        """See `StepModel.embed`."""
         return rows_of(self._embedding, tokens)
 
     def load_adapter(self, adapter: AdapterWeights) -> None:
@@ -150,16 +150,9 @@ def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
         )
 
 
-def require(_: str) -> None:
-    """See `BackendFile.require`."""
-    gpu_device.require()
-
-
-def open_model(parts: Parts) -> tuple[TritonModel, TritonModel]:
-    """See `StepBackendFile.open_model`."""
-    place = gpu_device.require()
-
+def open_model(parts: Parts) -> TritonModel:
+    """Open the model; see `TritonModel`."""
     weights = open_packed_weights(parts.bundle)
-    model = TritonModel(weights, parts.ropes, parts.cache, device=place)
+    model = TritonModel(weights, parts.ropes, parts.cache, device=gpu_device.require())
     forget_pages(weights.embedding.data)  # the file that all were copied from
-    return model, model
+    return model

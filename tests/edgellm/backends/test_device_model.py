@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from random_checkpoint import CONFIGS
 
-from edgellm.backends import cuda
+from edgellm.backends import opening
 from edgellm.backends.batch import Backend, Span
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.forward import Model
@@ -74,7 +74,7 @@ def opened(llm: LLM, precision: str) -> DeviceModel:
         progress=None,
     )
     head, attention = head_and_attention(llm, precision)
-    return cuda.open_model(parts, precision, head=head, attention=attention)
+    return opening.open_on_device(parts, precision, head=head, attention=attention)
 
 
 def on_host(llm: LLM, precision: str) -> Backend:

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from edgellm import OptionError
-from edgellm.backends.providers import PROVIDERS
-from edgellm.backends.registry import DECODE_BACKENDS, STEPS, backend_file
 from edgellm.backends.selection import select
 from edgellm.kernels.native import library
 from edgellm.llm import load
 from edgellm.options import EngineOptions
 
 LIBRARIES = ("torch", "triton", "onnxruntime")
-FILES = ("cuda", "native", "triton")
+FILES = ("device_model", "native", "triton")
 
 
 def imported_by_loading(model: Path, **options: str) -> set[str]:
@@ -42,12 +40,6 @@ def test_only_what_was_chosen_is_imported(tiny_model: Path) -> None:
         load(str(tiny_model), **options)  # exports what is not there yet
     assert imported_by_loading(tiny_model, **native) == {"native"}
     assert imported_by_loading(tiny_model, **graphs) == {"onnxruntime"}
-
-
-def test_every_back_end_has_a_file() -> None:
-    files = {name: backend_file(name).__name__ for name in (*STEPS, *PROVIDERS)}  # type: ignore[attr-defined]
-    assert {name.rpartition(".")[2] for name in files.values()} == {"opening", *FILES}
-    assert set(STEPS) < set(DECODE_BACKENDS)
 
 
 @pytest.mark.parametrize("prefill", ["portable", "reference", "tpu", ""])

@@ -402,6 +402,6 @@ def test_gpus_are_refused(
     folder: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where there is one."""
-    monkeypatch.setattr(selection, "backend_file", Mock())
+    monkeypatch.setattr(selection, "require_backend", Mock())
     with pytest.raises(OptionError, match=r"on a GPU; take native or .* or `scheduling` stall"):
         load(folder, scheduling="layered", **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -175,7 +174,7 @@ def test_a_back_end_that_is_not_installed_is_refused_for_the_experts(
     def require(_: str) -> None:
         raise OptionError("install it")
 
-    monkeypatch.setattr(selection, "backend_file", lambda _: SimpleNamespace(require=require))
+    monkeypatch.setattr(selection, "require_backend", require)
     for path in (exported.folder, exported.bundle.path):
         with pytest.raises(UnsupportedModelError, match="has experts"):
             load(str(path), decode="reference")
@@ -192,7 +191,7 @@ def test_auto_is_what_decodes_other_models(
     monkeypatch: pytest.MonkeyPatch, exported: Exported, usual: str, reason: str
 ) -> None:
     monkeypatch.setattr(selection, "_usual_decode", lambda: usual)
-    monkeypatch.setattr(f"edgellm.backends.{usual}.require", lambda _: None)
+    monkeypatch.setattr(selection, "require_backend", lambda _: None)
     chosen = select(EngineOptions(), CONFIG)
     assert (chosen.prefill, chosen.decode) == (usual, usual)
     assert chosen.precisions(CONFIG) == {"packed"}
@@ -206,7 +205,7 @@ def test_auto_is_what_decodes_other_models(
 def test_graphs_leave_them_to_the_host(
     monkeypatch: pytest.MonkeyPatch, exported: Exported, precision: str
 ) -> None:
-    monkeypatch.setattr("edgellm.backends.native.require", lambda _: None)
+    monkeypatch.setattr(selection, "require_backend", lambda _: None)
     monkeypatch.setattr(selection, "_usual_decode", lambda: "triton")
     for options in ({"prefill": "cpu"}, {"prefill": "cpu", "decode": "native"}, {}):
         chosen = select(EngineOptions(precision=precision, **options), exported.bundle.config)
@@ -216,8 +215,7 @@ def test_graphs_leave_them_to_the_host(
 
 @pytest.mark.usefixtures("compiled")
 def test_a_gpu_may_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("native", "triton"):
-        monkeypatch.setattr(f"edgellm.backends.{name}.require", lambda _: None)
+    monkeypatch.setattr(selection, "require_backend", lambda _: None)
     for prefill, decode in (("native", "triton"), ("triton", "native")):
         chosen = select(EngineOptions(prefill=prefill, decode=decode), CONFIG)
         assert (chosen.prefill, chosen.decode) == (prefill, decode)
@@ -226,7 +224,7 @@ def test_a_gpu_may_have_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "library", lambda: None)
-    monkeypatch.setattr("edgellm.backends.triton.require", lambda _: None)
+    monkeypatch.setattr(selection, "require_backend", lambda _: None)
     chosen = select(EngineOptions(decode="triton"), CONFIG)
     assert (chosen.prefill, chosen.decode) == ("triton", "triton")
     with pytest.raises(UnsupportedModelError, match="not built"):
