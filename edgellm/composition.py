@@ -9,18 +9,17 @@ begin token takes most of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from edgellm.checks import check_flag, check_number
+from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.turned import append_turned, awake, check_turnable
-from edgellm.errors import (
-    CacheFullError,
-    CancelledError,
-    ContextOverflowError,
-    OptionError,
-)
+from edgellm.engine.loop import WORKING, Wait, run
+from edgellm.engine.turned import check_turnable, compute, copy_end, find_again
+from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.results import Composition
 from edgellm.session import Session
 
@@ -43,89 +42,77 @@ def compose(
         raise OptionError("`parts` is a list of texts or token ids, the last one a question")
     if recompute < 1:
         check_turnable(engine, engine.adapters.get(adapter))
-    composer = _Composer(engine, adapter=adapter)
-    encoded = composer.encoded(parts, parse_special=parse_special)
-    return composer.session(encoded, recompute=recompute)
+    session = Session(engine, adapter=adapter)
+    encoded = _encoded(engine, session._context, parts, parse_special=parse_special)
+    work = _composed(
+        engine, session._context, encoded, recompute=recompute, call=session._unlimited_call()
+    )
+    session.composed = run(engine.loop, work)
+    return session
 
 
-class _Composer:
-    def __init__(self, engine: Engine, *, adapter: str | None) -> None:
-        self._engine = engine
-        self._adapter = adapter
-        self._context = Context(engine, adapter=engine.adapters.get(adapter))
-        self._session = Session(engine, self._context, adapter=adapter)
-
-    def encoded(
-        self, parts: SequenceOf[str | SequenceOf[int]], *, parse_special: bool
-    ) -> list[list[int]]:
-        """Encode the parts, of which the first alone may have a begin token."""
-        tokenizer, encoded = self._engine.tokenizer, []
-        for number, part in enumerate(parts):
-            if isinstance(part, str):
-                add_bos = False if number else None
-                part = tokenizer.encode(part, add_bos=add_bos, parse_special=parse_special)
-            encoded.append(self._context.checked("parts", part))
-        length, most = sum(map(len, encoded)), self._engine.ctx_size
-        if length > most:
-            raise ContextOverflowError(
-                f"the parts have {length} tokens, but the context holds {most}; leave some out, "
-                "or raise `ctx_size`"
-            )
-        return encoded
-
-    def session(self, parts: list[list[int]], *, recompute: float) -> Session:
-        """Return the session of encoded parts."""
-        session = self._session
-        copied = alone = 0
-        for number, part in enumerate(parts):
-            first = math.ceil(recompute * len(part))
-            if number in (0, len(parts) - 1) or first >= len(part):
-                session.append(part)
-                continue
-            session.append(part[:first])
-            alone += self._copy(part, first)
-            copied += len(part) - first
-        session.composed = Composition(
-            copied_tokens=copied,
-            computed_tokens=sum(map(len, parts)) - copied,
-            alone_tokens=alone,
+def _encoded(
+    engine: Engine,
+    context: Context,
+    parts: SequenceOf[str | SequenceOf[int]],
+    *,
+    parse_special: bool,
+) -> list[list[int]]:
+    """Encode the parts, of which the first alone may have a begin token."""
+    encoded = []
+    for number, part in enumerate(parts):
+        if isinstance(part, str):
+            add_bos = False if number else None
+            part = engine.tokenizer.encode(part, add_bos=add_bos, parse_special=parse_special)
+        encoded.append(context.checked("parts", part))
+    length, most = sum(map(len, encoded)), engine.ctx_size
+    if length > most:
+        raise ContextOverflowError(
+            f"the parts have {length} tokens, but the context holds {most}; leave some out, "
+            "or raise `ctx_size`"
         )
-        return session
+    return encoded
 
-    def _copy(self, part: list[int], first: int) -> int:
-        """Copy a document but its first tokens; returns how many tokens were computed alone."""
-        engine, alone, begin = self._engine, 0, self._engine.tokenizer.bos_id
-        tokens = [*(self._context.tokens[:1] if begin is None else [begin]), *part]
+
+def _composed(
+    engine: Engine, context: Context, parts: list[list[int]], *, recompute: float, call: Call
+) -> Generator[Wait, None, Composition]:
+    """Append encoded parts to an empty context."""
+    begin, copies, alone = engine.tokenizer.bos_id, 0, 0
+    for number, part in enumerate(parts):
+        first = math.ceil(recompute * len(part))
+        if number in (0, len(parts) - 1) or first >= len(part):
+            context.set([*context.tokens, *part])
+            continue
+        context.set([*context.tokens, *part[:first]])
+        tokens = [*(context.tokens[:1] if begin is None else [begin]), *part]
         start = len(tokens) - len(part) + first
+        alone += yield from _copy(engine, context, tokens, start, call)
+        copies += len(part) - first
+    return Composition(
+        copied_tokens=copies, computed_tokens=sum(map(len, parts)) - copies, alone_tokens=alone
+    )
+
+
+def _copy(
+    engine: Engine, context: Context, tokens: list[int], start: int, call: Call
+) -> Generator[Wait, None, int]:
+    """Copy a document from `start` on; returns how many tokens were computed alone."""
+    source, alone = Context(engine, tokens, adapter=context.adapter), 0
+    try:
         for _ in range(_ATTEMPTS):
-            if self._session.cached < len(self._session.tokens):
-                _compute(self._session)
-            if engine.thread.call(lambda: self._copied(tokens, start)):
+            yield from compute(engine, context, call)
+            yield WORKING
+            alone += len(tokens) - engine.thread.call(partial(find_again, source))
+            yield from compute(engine, source, call)
+            yield WORKING
+            if engine.thread.call(partial(_copy_whole, context, source, start)):
                 return alone
-            with Session(engine, adapter=self._adapter) as document:
-                document.replace(tokens)
-                alone += _compute(document)
-        raise CacheFullError("answers on their way hold the whole cache; compose again later")
-
-    def _copied(self, tokens: list[int], start: int) -> bool:
-        """Copy tokens from `start` on, in the engine's thread; False if others took the blocks."""
-        context = self._context
-        with awake(context):  # what it needs more may not be made of its own blocks
-            if context.cached < len(context.tokens):
-                return False
-            source = self._engine.cache.sequence(tokens, root=context.sequence.root)
-            try:
-                if len(source) < len(tokens):
-                    return False
-                append_turned(context, source, start)
-                return True
-            finally:
-                source.close()
+    finally:
+        source.close()
+    raise CacheFullError("answers on their way hold the whole cache; compose again later")
 
 
-def _compute(session: Session) -> int:
-    """Compute a session's tokens; returns how many were not found in the KV cache."""
-    answer = session.generate(max_tokens=0, time_limit_ms=None)
-    if answer.finish_reason != "length":
-        raise CancelledError(f"compose: {answer.finish_reason}")
-    return answer.stats.prompt_tokens - answer.stats.cached_tokens
+def _copy_whole(context: Context, source: Context, start: int) -> bool:
+    """Copy tokens from `start` on, in the engine's thread; False if others took the blocks."""
+    return find_again(source) == len(source.tokens) and copy_end(context, source, start) > 0

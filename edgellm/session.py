@@ -110,8 +110,7 @@ class Session:
             self.composed = None
             return self._context.replace(tokens)
         adapter = self._context.adapter
-        call = self._call({"adapter": None if adapter is None else adapter.name})
-        call = replace(call, options=replace(call.options, time_limit_ms=None))
+        call = self._unlimited_call(adapter=None if adapter is None else adapter.name)
         return self._replace(self._context.checked("tokens", tokens), call, recompute=recompute)
 
     def _replace(self, new: list[int], call: Call, *, recompute: float) -> None:
@@ -161,9 +160,7 @@ class Session:
             CacheFullError: other answers hold the KV cache.
         """
         check_number("keep", keep, 0, 1)
-        call = self._call({})
-        call = replace(call, options=replace(call.options, time_limit_ms=None))
-        work = condense(self._engine, self._context, keep=keep, call=call)
+        work = condense(self._engine, self._context, keep=keep, call=self._unlimited_call())
         condensed = run(self._engine.loop, work)
         if self._source is not None:
             self._source.close()
@@ -246,6 +243,10 @@ class Session:
         if "adapter" in arguments or (given is not None and given.adapter is not None):
             return call
         return replace(call, options=replace(call.options, adapter=self._adapter))
+
+    def _unlimited_call(self, **arguments: Unpack[CallArguments]) -> Call:
+        call = self._call(arguments)
+        return replace(call, options=replace(call.options, time_limit_ms=None))
 
     def _pending(self, call: Call, *, shown_special: Collection[int] = ()) -> Pending[Piece]:
         options = call.options

@@ -122,20 +122,21 @@ def keep_end(
         if (
             end <= 0
             or len(tokens) > engine.ctx_size
-            or thread.call(partial(_found, source)) <= start
+            or thread.call(partial(find_again, source)) <= start
         ):
             return 0
         context.set(tokens[: len(tokens) - end])
         yield from compute(engine, context, call)
         yield WORKING
-        return thread.call(partial(_copied, context, source, start))
+        return thread.call(partial(copy_end, context, source, start))
     except CacheFullError:
         return 0
     finally:
         context.set(tokens)
 
 
-def _found(source: Context) -> int:
+def find_again(source: Context) -> int:
+    """Find a source's tokens in the KV cache again; returns how many are there."""
     with awake(source):  # others may have its blocks while what stands before is computed
         return source.cached
 
@@ -154,7 +155,7 @@ def compute(engine: Engine, context: Context, call: Call) -> Generator[Wait, Non
     context.settle()
 
 
-def _copied(context: Context, source: Context, start: int) -> int:
+def copy_end(context: Context, source: Context, start: int) -> int:
     """Append a source's tokens from `start` on; returns how many, none under another adapter."""
     with awake(context), awake(source):
         count = source.cached - start
