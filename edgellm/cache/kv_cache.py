@@ -74,12 +74,15 @@ class PackedBlocks:
     """K and V of a sequence outside the cache.
 
     Attributes:
+        tokens, shareable: see `Sequence`.
         firsts: number of the first whole block in each group.
         heads: of a condensed context, the number of blocks of each KV head in each group, None
             where it is whole.
         data: the blocks, group by group.
     """
 
+    tokens: list[int]
+    shareable: int | None
     firsts: list[int]
     heads: list[list[int] | None]
     data: bytes | memoryview
@@ -185,10 +188,7 @@ class KVCache:
         return sum(group.pool.used for group in self.groups)
 
     def drop(self, sequence: Sequence) -> None:
-        """Close a sequence that is no longer reachable, between two changes; safe from `__del__`.
-
-        A change that is short of blocks closes it sooner, see `close_dropped`.
-        """
+        """Close a sequence that is not reachable, between two changes; safe from `__del__`."""
         self._dropped.append(sequence)
         if self._defer is None:
             self.close_dropped()
@@ -325,16 +325,12 @@ class KVCache:
             rows = max(0, len(sequence) - (firsts[-1] - run) * BLOCK)
             parts.append(pack(table.store.on_host(ids), ids, tokens=rows))
         heads = [None if each is None else np.diff(each.starts).tolist() for each in sequence.heads]
-        return PackedBlocks(firsts, heads, b"".join(parts))
+        data = b"".join(parts)
+        return PackedBlocks(list(sequence.tokens), sequence.shareable, firsts, heads, data)
 
-    def can_begin(
-        self, firsts: SequenceOf[int], heads: SequenceOf[SequenceOf[int] | None], length: int
-    ) -> bool:
-        """Whether a sequence of `length` tokens can go on with blocks from `firsts` on.
-
-        Args:
-            firsts, heads: see `PackedBlocks`.
-        """
+    def can_begin(self, packed: PackedBlocks) -> bool:
+        """Whether a sequence can go on with blocks that were packed, whatever data they have."""
+        firsts, heads, length = packed.firsts, packed.heads, len(packed.tokens)
         if len(firsts) != len(self.groups) or len(heads) not in (0, len(self.groups)):
             return False
         limits = [group.group.first_block(length) for group in self.groups]
@@ -349,16 +345,28 @@ class KVCache:
             limits[number] = length // BLOCK
         return all(first <= limit for first, limit in zip(firsts, limits, strict=True))
 
-    def unpack(self, sequence: Sequence, data: memoryview) -> bool:
-        """Fill the blocks that `Sequence.open_seen` reserved; False if the data's size differs."""
-        sequence.use_host()
-        for table in sequence.tables:
-            blocks = table.store.blocks
-            size = len(table.held) * (blocks.nbytes // blocks.count)
-            if not unpack(blocks, table.held, data[:size]):
+    def unpack(self, sequence: Sequence, packed: PackedBlocks) -> bool:
+        """Fill an empty sequence with the result of `pack`; False if the data's size differs.
+
+        Raises:
+            CacheFullError: no block is free.
+        """
+        data = memoryview(packed.data)
+        sequence.open_heads(packed.firsts, packed.heads)
+        with sequence.reserved(len(packed.tokens), windowed=False):
+            sequence.open_seen(len(packed.tokens), packed.firsts)
+            sequence.use_host()
+            for table in sequence.tables:
+                blocks = table.store.blocks
+                size = len(table.held) * (blocks.nbytes // blocks.count)
+                if not unpack(blocks, table.held, data[:size]):
+                    return False
+                data = data[size:]
+            if len(data):
                 return False
-            data = data[size:]
-        return len(data) == 0
+            sequence.shareable = packed.shareable
+            sequence.commit(packed.tokens)
+        return True
 
     def _holding(
         self, match: Match, tokens: SequenceOf[int], length: int, root: Root | None

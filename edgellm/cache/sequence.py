@@ -30,16 +30,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """The cache that holds the K and V of sequences, implemented by `KVCache`.
-
-    Attributes:
-        ctx_size: maximum of tokens of one sequence.
-        rows_at_once: maximum of tokens that one step should add to a sequence.
-        places: group number of each layer, and its place among the group's layers.
-        rope_frequencies: RoPE frequencies of each layer, in radians per position; None if keys are
-            changed after RoPE.
-        index: prefix index of all cached blocks.
-    """
+    """The cache that holds the K and V of sequences, see `KVCache`."""
 
     ctx_size: int
     rows_at_once: int

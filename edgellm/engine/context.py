@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,20 +16,7 @@ from edgellm.engine.adapters import NEVER, LoadedAdapter
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.errors import ContextOverflowError, OptionError, SessionFileError
 from edgellm.generation_options import FullContext
-
-
-@dataclass(frozen=True)
-class _Swapped:
-    """Tokens and blocks that were taken out of the KV cache."""
-
-    tokens: list[int]
-    shareable: int | None
-    blocks: PackedBlocks
-
-    @classmethod
-    def of(cls, sequence: Sequence, engine: LoadedModel) -> _Swapped:
-        """Copy the tokens and blocks of a sequence."""
-        return cls(list(sequence.tokens), sequence.shareable, engine.cache.pack(sequence))
+from edgellm.kernels.head_blocks import blocks_for
 
 
 class Answering(Protocol):
@@ -81,7 +67,7 @@ class Context:
         self.adapter = adapter
         self._salt = salt
         self.sequence = engine.cache.sequence(root=self._root_of(adapter, NEVER))
-        self._swapped: _Swapped | None = None
+        self._aside: PackedBlocks | None = None  # blocks that were taken out of the KV cache
         self._busy: object | None = None  # the answer that needs the blocks
         self._seen = False  # whether the engine's thread may take the blocks
 
@@ -124,7 +110,7 @@ class Context:
             self._adapt(adapter, root)
 
     def _adapt(self, adapter: LoadedAdapter | None, root: Root) -> None:
-        self._swapped, self.adapter = None, adapter
+        self._aside, self.adapter = None, adapter
         self.sequence.rename(root)
 
     @property
@@ -142,6 +128,17 @@ class Context:
         """Number of tokens that `begin` would take over."""
         cached = self.engine.cache.cached_prefix(self.tokens[:-1], root=self.sequence.root)
         return max(cached, min(self.cached, len(self.tokens) - 1))
+
+    @property
+    def needed(self) -> list[int]:
+        """KV blocks of each cache group that it lacks for all tokens and one more."""
+        cache, aside = self.engine.cache, self._aside
+        lacking = cache.needed(self.sequence, len(self.tokens))
+        heads = [] if aside is None else zip(cache.groups, aside.firsts, aside.heads, strict=False)
+        for group, first, counts in heads:  # of a condensed context
+            if counts is not None:
+                lacking[group.number] += blocks_for(group.kv, counts) - first
+        return lacking
 
     def set(self, tokens: list[int]) -> None:
         """Replace the tokens; the prefix that old and new ones share stays in the KV cache."""
@@ -198,11 +195,10 @@ class Context:
 
         def change() -> None:
             self._begin_change()
-            aside = None if self._swapped is None else self._swapped.blocks
-            heads = self.sequence.heads if aside is None else aside.heads
+            heads = self.sequence.heads if self._aside is None else self._aside.heads
             if not any(heads):  # a condensed context is as the session wanted it
                 self.sequence.truncate(len(self.sequence.tokens[: self.sequence.shareable]))
-                self._swapped = None
+                self._aside = None
             self.shifts = False
             self._set(ids)
 
@@ -214,7 +210,7 @@ class Context:
 
         def share() -> None:
             other.tokens = self._read_tokens()
-            other.sequence, other._swapped = self.sequence.fork(), self._swapped
+            other.sequence, other._aside = self.sequence.fork(), self._aside
             other.shifts = self.shifts
             other._truncate_to(other.tokens)
             other.rest()
@@ -234,25 +230,25 @@ class Context:
             computed=len(packed.tokens),
             shareable=packed.shareable,
             arithmetic=engine.arithmetic,
-            firsts=packed.blocks.firsts,
-            heads=packed.blocks.heads,
+            firsts=packed.firsts,
+            heads=packed.heads,
             adapter=digest_of(self.adapter),
             adapter_start=self.adapter_start,
             adapter_name="" if self.adapter is None else self.adapter.name,
         )
-        write_session(path, saved, packed.blocks.data)
+        write_session(path, saved, packed.data)
 
-    def _packed(self) -> tuple[list[int], _Swapped]:
+    def _packed(self) -> tuple[list[int], PackedBlocks]:
         """Return the tokens that a reader has, and the blocks of the first ones of them."""
-        tokens, swapped = self._read_tokens(), self._swapped
-        if swapped is not None and swapped.tokens == tokens[: len(swapped.tokens)]:
-            return tokens, swapped
+        tokens, aside = self._read_tokens(), self._aside
+        if aside is not None and aside.tokens == tokens[: len(aside.tokens)]:
+            return tokens, aside
         kept = self.sequence.fork()
         if not len(kept):  # others may not have needed the blocks that it gave back
             kept = self.engine.cache.sequence(tokens, root=self.sequence.root)
         try:
             kept.truncate(common_prefix(tokens, kept.tokens))
-            return tokens, _Swapped.of(kept, self.engine)
+            return tokens, self.engine.cache.pack(kept)
         finally:
             kept.close()
 
@@ -274,16 +270,17 @@ class Context:
                 f"{path}: its context is condensed, which the C++ kernels alone read; load the "
                 "model with `prefill` and `decode` native"
             )
-        if not engine.cache.can_begin(saved.firsts, saved.heads, saved.computed):
-            raise SessionFileError(f"{path}: its header is damaged; save the session again")
         # K and V of another back end are for this session, and not for others to find
         shareable = saved.shareable if saved.arithmetic == engine.arithmetic else 0
+        computed = tokens[: saved.computed]
+        packed = PackedBlocks(computed, shareable, saved.firsts, saved.heads, data)
+        if not engine.cache.can_begin(packed):
+            raise SessionFileError(f"{path}: its header is damaged; save the session again")
 
         def fill() -> bool:
             self.sequence.truncate(0)
             self.sequence.rename(self._root_of(self.adapter, saved.adapter_start))
-            blocks = PackedBlocks(saved.firsts, saved.heads, data)
-            if not self._fill(tokens[: saved.computed], shareable, blocks):
+            if not engine.cache.unpack(self.sequence, packed):
                 return False
             self.tokens = tokens
             self.rest()
@@ -291,18 +288,6 @@ class Context:
 
         if not engine.thread.call(fill):
             raise SessionFileError(f"{path}: damaged or truncated; save the session again")
-
-    def _fill(self, tokens: list[int], shareable: int | None, blocks: PackedBlocks) -> bool:
-        """Fill an empty sequence with the result of `KVCache.pack`; False if the size differs."""
-        sequence = self.sequence
-        sequence.open_heads(blocks.firsts, blocks.heads)
-        with sequence.reserved(len(tokens), windowed=False):
-            sequence.open_seen(len(tokens), blocks.firsts)
-            if not self.engine.cache.unpack(sequence, memoryview(blocks.data)):
-                return False
-            sequence.shareable = shareable
-            sequence.commit(tokens)
-        return True
 
     def close(self) -> None:
         """Release the blocks; other contexts find the prefix until its memory is needed."""
@@ -312,14 +297,14 @@ class Context:
 
     def _close(self, ticket: object) -> None:
         self.tokens = []
-        self._swapped = None
+        self._aside = None
         self.sequence.close()
         self.settled(ticket)
 
     def close_now(self) -> None:
         """Close the context at the end of its answer; its full blocks go to the cache on disk."""
         self.engine.cache.keep(self.sequence)
-        self._swapped = self._busy = None
+        self._aside = self._busy = None
         self.sequence.close()
 
     def check_prompt(self) -> None:
@@ -355,11 +340,10 @@ class Context:
         Raises:
             CacheFullError: there is no room.
         """
-        swapped = self._swapped
-        if swapped is not None:
+        if self._aside is not None:
             self.sequence.truncate(0)
-            self._fill(swapped.tokens, swapped.shareable, swapped.blocks)
-            self._swapped = None
+            self.engine.cache.unpack(self.sequence, self._aside)
+            self._aside = None
             self._truncate_to(self.tokens)  # the session may have changed since
 
     def make_room(self, rule: FullContext, keep: int) -> int:
@@ -423,7 +407,7 @@ class Context:
         engine, sequence = self.engine, self.sequence
         engine.cache.keep(sequence)
         if len(sequence) and not self.recomputable:
-            self._swapped = _Swapped.of(sequence, engine)
+            self._aside = engine.cache.pack(sequence)
         sequence.close()
         self.sequence = engine.cache.sequence(root=self.sequence.root)
 

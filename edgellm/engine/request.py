@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.batch import Backend, Rows, Span
-from edgellm.cache.sequence import Sequence
 from edgellm.engine.answer import Answer, AnswerStats
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
@@ -199,7 +198,9 @@ class Request(Stream):
     @property
     def needed(self) -> list[int]:
         """KV blocks of each cache group that it lacks for all tokens and one more."""
-        return self._engine.cache.needed(self.sequence, len(self.tokens))
+        if self.job is None:
+            return self.context.needed
+        return self._engine.cache.needed(self.job.growth, len(self.tokens))
 
     @property
     def underway(self) -> Underway | None:
@@ -208,11 +209,6 @@ class Request(Stream):
         if job is None or not job.continues(self.context.sequence):
             return None
         return job.underway
-
-    @property
-    def sequence(self) -> Sequence:
-        """Sequence in the KV cache, with rows on their way at its end."""
-        return self.context.sequence if self.job is None else self.job.growth
 
     @property
     def decoding(self) -> bool:
@@ -371,7 +367,7 @@ class Request(Stream):
         if self.job is not None:
             if not self.job.take(rows.hidden):
                 return self._stats.rested(rows, seconds)
-            self.context.take_over(self.job.land())
+            self.context.take_over(self.job.growth.land())
             self.job = None
         self.computed_states(rows)
         if decoded:

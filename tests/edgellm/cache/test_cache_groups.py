@@ -75,15 +75,11 @@ def test_who_restores_a_sequence_may_go_back(
     first, cache = make(windows), make(windows)
     saved = new(first, tokens)
     packed = first.pack(saved)
-    firsts, data = packed.firsts, packed.data
     assert len(saved) == length
     check(first, saved)
-    assert cache.can_begin(firsts, packed.heads, length)
+    assert cache.can_begin(packed)
     restored = cache.sequence()
-    with restored.reserved(length, windowed=False):
-        restored.open_seen(length, firsts)
-        assert cache.unpack(restored, memoryview(data))
-        restored.commit(tokens)
+    assert cache.unpack(restored, packed)
     check(cache, restored)
     if back < length:
         restored.truncate(length - back)
@@ -100,13 +96,9 @@ def test_devices_get_what_was_restored(windows: tuple[int | None, ...]) -> None:
     first, cache = make(windows), make(windows)
     tokens = TOKENS[:700]
     packed = first.pack(new(first, tokens))
-    firsts, data = packed.firsts, packed.data
     cache.use_device("cpu")
     restored = cache.sequence()
-    with restored.reserved(len(tokens), windowed=False):
-        restored.open_seen(len(tokens), firsts)
-        cache.unpack(restored, memoryview(data))
-        restored.commit(tokens)
+    assert cache.unpack(restored, packed)
     restored.use_device()
     for table in restored.tables:
         replica = table.store.replica

@@ -265,13 +265,9 @@ def test_blocks_that_a_sequence_lacks(start: int, end: int) -> None:
 
 def packed_and_back(cache: KVCache, sequence: Sequence) -> Sequence:
     packed = cache.pack(sequence)
-    firsts, data = packed.firsts, packed.data
-    assert cache.can_begin(firsts, packed.heads, len(sequence))
+    assert cache.can_begin(packed)
     other = cache.sequence()
-    with other.reserved(len(sequence), windowed=False):
-        other.open_seen(len(sequence), firsts)
-        assert cache.unpack(other, memoryview(data))
-        other.commit(sequence.tokens)
+    assert cache.unpack(other, packed)
     return other
 
 

@@ -219,6 +219,7 @@ def test_it_is_moved_aside_and_put_back(bundle: str) -> None:
     expected, context = answer(session), session._context
     llm.engine.thread.call(context.give_back)
     assert (session.cached, used_blocks(llm)) == (0, 0)
+    assert context.needed == [4]  # and of a whole one 7
     same(answer(session), expected)
     assert used_blocks(llm) == 3
     llm.engine.thread.call(context.give_back)

@@ -123,4 +123,5 @@ def asking(server: Running, path: str, bodies: Sequence[Any]) -> Iterator[None]:
 
 def blocks_of(request: Request) -> int:
     """Blocks that a request holds."""
-    return sum(len(list(table.held)) for table in request.sequence.tables)
+    held = request.context.sequence if request.job is None else request.job.growth
+    return sum(len(list(table.held)) for table in held.tables)
