@@ -19,7 +19,6 @@ from edgellm.engine.request import Request
 from edgellm.engine.scheduler import Scheduler, SchedulerCounts
 from edgellm.engine.step_costs import StepCosts
 from edgellm.errors import CacheFullError, CancelledError
-from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.options import EngineOptions
 
 _log = logging.getLogger(__name__)
@@ -75,9 +74,7 @@ class Batcher:
         # of decode and prompt rows together, where both are in the same chunks
         self._row_multiple = prefill.row_multiple if prefill is decoder else 1
         self._scheduler: Scheduler[Request] = Scheduler(
-            policy=self._policy(),
-            costs=StepCosts(row_multiple=self._row_multiple),
-            block_size=BLOCK,
+            policy=self._policy(), costs=StepCosts(row_multiple=self._row_multiple)
         )
         self._submitted: deque[Request] = deque()
         self._live: dict[int, Request] = {}

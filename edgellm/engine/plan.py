@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from edgellm.engine.step_costs import StepLoad
+from edgellm.kernels.kv_blocks import BLOCK
 
 
 class Underway(NamedTuple):
@@ -132,13 +133,13 @@ class Entry(Generic[RequestT]):
     def left(self) -> int:
         return len(self.request.tokens) - self.request.computed
 
-    def common_with(self, other: Entry[RequestT], *, block_size: int) -> int:
+    def common_with(self, other: Entry[RequestT]) -> int:
         """Count the tokens of the full blocks that both begin with, once for each pair."""
         if other.number not in self.common:
-            size, a, b = block_size, self.request.tokens, other.request.tokens
-            end = 0
-            while end + size <= min(len(a), len(b)) and a[end : end + size] == b[end : end + size]:
-                end += size
+            a, b, end = self.request.tokens, other.request.tokens, 0
+            most = min(len(a), len(b))
+            while end + BLOCK <= most and a[end : end + BLOCK] == b[end : end + BLOCK]:
+                end += BLOCK
             self.common[other.number] = end
         return self.common[other.number]
 
@@ -207,7 +208,6 @@ class Snapshot(Generic[RequestT]):
         served: number of tokens served to an owner.
         clock: prompt rows computed so far.
         free: free KV blocks of each cache group.
-        block_size: tokens of a KV block.
     """
 
     running: Mapping[RequestT, Entry[RequestT]]
@@ -216,4 +216,3 @@ class Snapshot(Generic[RequestT]):
     served: Callable[[str], float]
     clock: int
     free: Sequence[int]
-    block_size: int

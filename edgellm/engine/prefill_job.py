@@ -14,7 +14,7 @@ from edgellm.cache.growth import Growth
 from edgellm.cache.sequence import Sequence
 from edgellm.checks import check_number
 from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
-from edgellm.engine.prompt_rows import Parking, PromptRows, StallFree, StepBudget
+from edgellm.engine.prompt_rows import PromptRows, StallFree, StepBudget
 from edgellm.engine.step_costs import StepLoad
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.step import LayerGroup
@@ -99,15 +99,11 @@ class PrefillJob:
         self._hidden, self._passed = hidden, layers.end
         return False
 
-    def land(self) -> Sequence:
-        """See `Growth.land`."""
-        return self.growth.land()
-
     def drop(self) -> None:
         """Give the blocks back, at the latest with `returned`; what is computed can be found."""
         self.dropped = True
         if not self.away:
-            self.land().close()
+            self.growth.land().close()
 
     def returned(self) -> None:
         """Note that the thread beside the engine's has ended."""
@@ -137,12 +133,13 @@ class LayerGroups(PromptRows[RequestT]):
     """
 
     def _serve(self, entry: Entry[RequestT], room: int) -> None:
-        underway, parking = entry.request.underway, self._budget.parking
+        underway, policy = entry.request.underway, self._policy
+        assert isinstance(policy, Layered)
         long = entry.left > room + room // 8
-        if underway is None and long and parking is not None and entry.request.may_rest:
-            rows = self._rows_of(entry, room, parking)
+        if underway is None and long and self._budget.parks and entry.request.may_rest:
+            rows = self._rows_of(entry, room, policy)
             if rows > 2 * room and self._resting() < _MOST_RESTING:
-                underway = Underway(rows, 0, parking.layers)
+                underway = Underway(rows, 0, policy.layers)
         if underway is None:
             self._compute(entry, room)
         elif room > 0:
@@ -156,16 +153,16 @@ class LayerGroups(PromptRows[RequestT]):
         seconds, position = self._costs.seconds, entry.request.computed
         return seconds(self._load.plus(room, position)) - seconds(self._load)
 
-    def _rows_of(self, entry: Entry[RequestT], room: int, parking: Parking) -> int:
+    def _rows_of(self, entry: Entry[RequestT], room: int, policy: Layered) -> int:
         """Return the rows of which whole layers fill a step: fewer in two layers, where 512 would
         pass one and a half. The rest of a prompt is taken whole if one layer of it fits."""
-        costs, start, layers = self._costs, entry.request.computed, parking.layers
+        costs, start, layers = self._costs, entry.request.computed, policy.layers
         step, left = max(self._seconds_of(entry, room), _SHORTEST), entry.left
-        most, in_each = min(left, parking.rows), 1
+        most, in_each = min(left, policy.resting_rows), 1
         if most < left:
             steps = int(costs.seconds(StepLoad().plus(most, start)) / step)
             in_each = math.ceil(layers / min(max(steps, 1), layers))
-        seconds, chunk = step * layers / in_each, parking.chunk_rows
+        seconds, chunk = step * layers / in_each, policy.chunk_rows
         rows = costs.rows_within(seconds, start, beside=StepLoad(), limit=most)
         return rows if rows == left else min(max(rows // chunk, 1) * chunk, left)
 
@@ -198,6 +195,7 @@ class Layered(StallFree):
 
     Attributes:
         layers: number of layers of the model.
+        resting_rows: maximum of parked rows of a prompt.
         chunk_rows: rows of a chunk. Parked rows are a multiple of it, or the end of a prompt: they
             are in the same chunks whatever the load.
     """
@@ -214,6 +212,4 @@ class Layered(StallFree):
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
         budget = super().budget(decodes=decodes, requests=requests)
-        if requests == 1:
-            return budget
-        return budget._replace(parking=Parking(self.resting_rows, self.chunk_rows, self.layers))
+        return budget._replace(parks=requests > 1)

@@ -10,12 +10,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Generic, NamedTuple
 
 from edgellm.checks import check_number
 from edgellm.engine.plan import Entry, Plan, RequestT, Share, Snapshot
 from edgellm.engine.step_costs import StepCosts, StepLoad, nearest_multiple
 from edgellm.errors import OptionError
+from edgellm.kernels.kv_blocks import BLOCK
 
 # Seconds of a step of a prompt that has the engine for itself, in time targets: a request that
 # arrives during the step waits for its end, and is to begin within two.
@@ -40,61 +41,17 @@ class Prompt(NamedTuple):
     waited: int
 
 
-class Parking(NamedTuple):
-    """Bounds of the rows of a prompt that are parked between layers.
-
-    Attributes:
-        rows: maximum of rows of a prompt.
-        chunk_rows: they are a multiple of it, or all that is left of the prompt.
-        layers: number of layers of the model.
-    """
-
-    rows: int
-    chunk_rows: int
-    layers: int
-
-
 class StepBudget(NamedTuple):
     """Bounds of one step: `seconds` give way to `min_rows` of prompts, never to `max_rows`.
 
     Attributes:
-        parking: bounds of parked rows; None: no rows begin to be parked.
+        parks: whether rows of a prompt may begin to be parked between layers.
     """
 
     seconds: float
     min_rows: int
     max_rows: int
-    parking: Parking | None = None
-
-
-class SchedulingPolicy(Protocol):
-    """Rules that the scheduler follows.
-
-    Attributes:
-        max_running: maximum of requests that are admitted at once.
-        max_decodes: maximum of requests that decode in one step; with more, they take turns.
-        prompt_rows: class that plans the rows of prompts.
-        quantum: rows computed, for all requests, while a prompt waits and another request runs,
-            before the one may have the place of the other.
-    """
-
-    @property
-    def quantum(self) -> float: ...
-
-    @property
-    def max_running(self) -> int: ...
-
-    @property
-    def max_decodes(self) -> int: ...
-
-    @property
-    def prompt_rows(self) -> type[PromptRows[Any]]: ...
-
-    def rank(self, prompt: Prompt) -> tuple[float, ...]:
-        """Return the sort key of a prompt; the smallest goes first."""
-
-    def budget(self, *, decodes: int, requests: int) -> StepBudget:
-        """Return the bounds of a step; `decodes` of all `requests` (running or waiting) decode."""
+    parks: bool = False
 
 
 NO_BOUNDS = StepBudget(math.inf, 1, sys.maxsize)
@@ -266,13 +223,13 @@ class PromptRows(Generic[RequestT]):
         """
         if self._runs(entry):
             return None
-        snapshot, size = self._snapshot, self._snapshot.block_size
+        snapshot = self._snapshot
         admitted = (snapshot.waiting[request] for request in self.plan.admitted)
         for other in (*snapshot.running.values(), *admitted):
             if other.request.decoding or other.request.salt != entry.request.salt:
                 continue
-            common = entry.common_with(other, block_size=size)
-            if other.request.computed < common and common - entry.request.computed >= size:
+            common = entry.common_with(other)
+            if other.request.computed < common and common - entry.request.computed >= BLOCK:
                 self.plan.delayed.append(entry)
                 return other
         return None
@@ -316,7 +273,15 @@ def _in_turns(
 
 @dataclass(frozen=True, kw_only=True)
 class Serial:
-    """Requests one after another, each to its end, first come, first served."""
+    """Requests one after another, each to its end, first come, first served.
+
+    Attributes:
+        max_running: maximum of requests that are admitted at once.
+        max_decodes: maximum of requests that decode in one step; with more, they take turns.
+        prompt_rows: class that plans the rows of prompts.
+        quantum: rows computed, for all requests, while a prompt waits and another request runs,
+            before the one may have the place of the other.
+    """
 
     max_rows: int = 512
     max_running = max_decodes = 1
@@ -327,9 +292,11 @@ class Serial:
         check_number("max_rows", self.max_rows, 1, whole=True)
 
     def rank(self, prompt: Prompt) -> tuple[float, ...]:
+        """Return the sort key of a prompt; the smallest goes first."""
         return (prompt.arrival,)
 
     def budget(self, *, decodes: int, requests: int) -> StepBudget:
+        """Return the bounds of a step; `decodes` of all `requests` (running or waiting) decode."""
         return StepBudget(math.inf, 1, self.max_rows)
 
 
@@ -395,3 +362,6 @@ class StallFree:
         if rows < 1:
             rows += self.row_multiple
         return StepBudget(seconds, min(rows, self.max_rows), self.max_rows)
+
+
+SchedulingPolicy = Serial | StallFree

@@ -40,21 +40,15 @@ class Scheduler(Generic[RequestT]):
     goes back to waiting when it is preempted or makes way for another one. No choice changes an
     answer.
 
-    Args:
-        block_size: tokens of a KV block; prefixes are shared in whole blocks.
-
     Attributes:
         policy: order of prompts, and bounds of a step.
         costs: predictor of a step's time.
         counts: counts of rows, steps and requests so far.
     """
 
-    def __init__(
-        self, *, policy: SchedulingPolicy, costs: StepCosts, block_size: int = 128
-    ) -> None:
+    def __init__(self, *, policy: SchedulingPolicy, costs: StepCosts) -> None:
         self.policy, self.costs = policy, costs
         self.counts = SchedulerCounts()
-        self._block_size = block_size
         self._owners = OwnerCounters()
         self._arrivals = 0
         self.start_again()
@@ -283,7 +277,6 @@ class Scheduler(Generic[RequestT]):
             served=self._owners.of,
             clock=self.counts.prefill_rows,
             free=free,
-            block_size=self._block_size,
         )
 
     def _noted(self, plan: Plan[RequestT]) -> Plan[RequestT]:

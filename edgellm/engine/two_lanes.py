@@ -59,6 +59,9 @@ class Pace:
 
     Chunks were measured by themselves. Beside decode, which has the host's cores as well, they take
     longer, by a factor that is learnt: so a job ends within the time target.
+
+    Attributes:
+        spaced: whether prompts wait for decode.
     """
 
     def __init__(self, slowdown: float, costs: StepCosts) -> None:
@@ -68,15 +71,10 @@ class Pace:
         self._costs = costs
         self._stretch = 1.0  # times as long as by itself that a job takes
         self._owed = 0.0
-        self._spaced = False
+        self.spaced = False
         self._missing = _FIRST_ALONE  # decode steps alone that are needed before more prefill
         self._beside = 0  # steps since the last one alone
         self._rows = 0  # of the last step alone
-
-    @property
-    def spaced(self) -> bool:
-        """Whether prompts wait for decode."""
-        return self._spaced
 
     def may_prefill(self, *, decodes: bool) -> bool:
         """Whether rows of a prompt may begin now.
@@ -84,7 +82,7 @@ class Pace:
         Args:
             decodes: whether anything is decoded meanwhile.
         """
-        return not decodes or not (self._spaced or self._missing)
+        return not decodes or not (self.spaced or self._missing)
 
     def expected_within(self, seconds: float) -> float:
         """Return the seconds that a job should take by itself to take `seconds` beside decode."""
@@ -116,9 +114,9 @@ class Pace:
         # hysteresis between a debt of a step's time and no debt, with room for noise
         self._owed = max(-step, self._owed + seconds)
         if self._owed > step:
-            self._spaced = True
+            self.spaced = True
         elif self._owed <= 0:
-            self._spaced = False
+            self.spaced = False
 
 
 class PrefillLane:
