@@ -37,25 +37,25 @@ def check_number(
     except (TypeError, ValueError, OverflowError):
         right = False
     if not right:
-        raise OptionError(f"`{name}` is {_shown(value)}; allowed is a {kind}, {limit}")
+        raise OptionError(f"`{name}` is {shown(value)}; allowed is a {kind}, {limit}")
 
 
 def check_flag(name: str, value: object) -> None:
     """Refuse a value that is neither true nor false."""
     if not isinstance(value, bool):
-        raise OptionError(f"`{name}` is {_shown(value)}; allowed are True and False")
+        raise OptionError(f"`{name}` is {shown(value)}; allowed are True and False")
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Refuse a value that is not one of the allowed texts."""
     if not isinstance(value, str) or value not in allowed:
-        raise OptionError(f"`{name}` is {_shown(value)}; allowed are {', '.join(allowed)}")
+        raise OptionError(f"`{name}` is {shown(value)}; allowed are {', '.join(allowed)}")
 
 
 def check_text(name: str, value: object) -> None:
     """Refuse a value that is no text."""
     if not isinstance(value, str):
-        raise OptionError(f"`{name}` is {_shown(value)}; a text (str) is expected")
+        raise OptionError(f"`{name}` is {shown(value)}; a text (str) is expected")
 
 
 def check_texts(name: str, values: object) -> None:
@@ -63,14 +63,14 @@ def check_texts(name: str, values: object) -> None:
     right = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     if not right or any(not isinstance(text, str) or not text for text in values):  # type: ignore[attr-defined]
         raise OptionError(
-            f"`{name}` is {_shown(values)}; a list of texts that are not empty is expected"
+            f"`{name}` is {shown(values)}; a list of texts that are not empty is expected"
         )
 
 
 def check_path(name: str, value: object) -> Path:
     """Return the path that a text or `Path` means; refuse other values."""
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise OptionError(f"`{name}` is {_shown(value)}; a path (str or Path) is expected")
+        raise OptionError(f"`{name}` is {shown(value)}; a path (str or Path) is expected")
     return Path(value)
 
 
@@ -82,20 +82,21 @@ def check_token_ids(name: str, values: object, *, vocab_size: int) -> list[int]:
     """
     allowed = f"allowed are whole numbers from 0 to {vocab_size - 1}"
     if not isinstance(values, Iterable) or isinstance(values, str | bytes):
-        raise OptionError(f"`{name}` is {_shown(values)}; a list of token ids is expected")
+        raise OptionError(f"`{name}` is {shown(values)}; a list of token ids is expected")
     ids: list[int] = []
     for value in values:
         try:
             ids.append(operator.index(value))
         except TypeError:
-            raise OptionError(f"`{name}`: {_shown(value)} is no token id; {allowed}") from None
+            raise OptionError(f"`{name}`: {shown(value)} is no token id; {allowed}") from None
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(token for token in ids if not 0 <= token < vocab_size)
         raise OptionError(f"`{name}`: token {wrong} is not in the vocabulary; {allowed}")
     return ids
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as an error shows it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -107,10 +108,10 @@ def check_hooks(cancel: object, progress: object, logit_filter: object = None) -
         OptionError: one of them is not allowed.
     """
     if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise OptionError(f"`cancel` is {_shown(cancel)}; a threading.Event is expected")
+        raise OptionError(f"`cancel` is {shown(cancel)}; a threading.Event is expected")
     for name, value in (("progress", progress), ("logit_filter", logit_filter)):
         if value is not None and not callable(value):
-            raise OptionError(f"`{name}` is {_shown(value)}; a function is expected")
+            raise OptionError(f"`{name}` is {shown(value)}; a function is expected")
 
 
 def check_names(

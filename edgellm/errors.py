@@ -1,23 +1,5 @@
 """Every error that edgellm raises for something outside its own code.
 
-    EdgeLLMError(ValueError)
-    ├── SourceError            a model name that cannot be resolved or downloaded
-    ├── ModelFormatError       a model file that is damaged, foreign or does not fit its config
-    ├── UnsupportedModelError  a well-formed model that this version cannot run
-    ├── BundleError            an exported bundle that is damaged, foreign or incomplete
-    ├── ExportError            an export that could not be finished (disk full, no permission)
-    ├── TokenizerError         text or a vocabulary that cannot be tokenized
-    ├── TemplateError          a chat template that is broken, unsafe or too expensive
-    ├── OptionError            an option whose value is not allowed
-    ├── ContextOverflowError   more tokens than the context holds
-    ├── CacheFullError         the shared KV block pool has no free block
-    ├── MemoryEstimateError    the model and its context would not fit into memory
-    ├── ProviderError          an execution provider that is missing or does not take a segment
-    ├── SessionFileError       a saved session that is damaged or of another model
-    └── NumericError           NaN or infinite logits
-
-    CancelledError(Exception)  a stop that the caller asked for, which is no error
-
 A message says what was asked, what is allowed and what to do.
 """
 

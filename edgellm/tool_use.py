@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-from edgellm.checks import check_references, check_text
+from edgellm.checks import check_references, check_text, shown
 from edgellm.errors import OptionError
 
 # A mapping {"name": NAME} chooses the tool of that name.
@@ -73,11 +73,11 @@ class Tool:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise OptionError(
                 'a tool is {"type": "function", "function": {"name": ..., "description": ..., '
-                f'"parameters": {{...}}}}}}; this is {_shown(value)}'
+                f'"parameters": {{...}}}}}}; this is {shown(value)}'
             )
         kind = value.get("type", "function") if isinstance(value, Mapping) else None
         if "function" in value and kind != "function":  # type: ignore[operator]
-            raise OptionError(f"a tool of type {_shown(kind)}; only functions can be called")
+            raise OptionError(f"a tool of type {shown(kind)}; only functions can be called")
         description, parameters = function.get("description"), function.get("parameters")
         return cls(
             function["name"],
@@ -185,7 +185,7 @@ def checked_tools(tools: object) -> tuple[Tool, ...]:
         OptionError: a value that is no tool, two tools of one name, or too many tools.
     """
     if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
-        raise OptionError(f"`tools` is {_shown(tools)}; a list of tools is expected")
+        raise OptionError(f"`tools` is {shown(tools)}; a list of tools is expected")
     if len(tools) > MAX_TOOLS:
         raise OptionError(f"`tools` has {len(tools)}; at most {MAX_TOOLS} are allowed")
     checked = tuple(tool if isinstance(tool, Tool) else Tool.from_json(tool) for tool in tools)
@@ -213,7 +213,7 @@ def checked_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
         raise OptionError(
-            f"`tool_choice` is {_shown(choice)}; allowed are {', '.join(_CHOICES)} and "
+            f"`tool_choice` is {shown(choice)}; allowed are {', '.join(_CHOICES)} and "
             '{"name": ...} with the name of a tool'
         )
     if all(tool.name != name for tool in tools):
@@ -224,10 +224,10 @@ def checked_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
 
 def _check_schema(name: str, schema: object) -> None:
     if not isinstance(schema, Mapping):
-        raise OptionError(f"tool {name}: `parameters` is {_shown(schema)}; a JSON schema is wanted")
+        raise OptionError(f"tool {name}: `parameters` is {shown(schema)}; a JSON schema is wanted")
     if schema.get("type", "object") != "object":
         raise OptionError(
-            f"tool {name}: `parameters` is a schema of type {_shown(schema['type'])}; arguments "
+            f"tool {name}: `parameters` is a schema of type {shown(schema['type'])}; arguments "
             'have names, so it has to be "object"'
         )
     properties = schema.get("properties", {})
@@ -257,8 +257,3 @@ def _depth(value: object) -> int:
         inner = [i for v in nested for i in (v.values() if isinstance(v, Mapping) else v)]
         levels += bool(nested)
     return levels
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -71,6 +71,7 @@ class ChunkedBackend:
         self.precision = model.segments.precision
         self.row_multiple = min(model.segments.chunk_sizes)
         self.chunk_rows = max(model.segments.chunk_sizes)
+        self._most_rows = self.chunk_rows * (1 if policy == "serial" else _CHUNKS)
         if host is None and model.segments.host_tokens:
             raise BundleError(
                 f"precision {self.precision} leaves the first {model.segments.host_tokens} tokens "
@@ -83,8 +84,7 @@ class ChunkedBackend:
         return self.model.segments.placement
 
     def rows_at_once(self, sequence: Sequence) -> int:
-        chunks = 1 if self._policy == "serial" else _CHUNKS
-        return chunks * max(self.model.segments.chunk_sizes)
+        return self._most_rows
 
     def rows_within(self, seconds: float, *, count: int, start: int) -> int:
         """Return the number of rows in the first chunks of a prompt that take at most `seconds`.
@@ -92,11 +92,10 @@ class ChunkedBackend:
         The chunks are those that `count` tokens after `start` others are cut into, one at least and
         as many as one step takes at most. A part that ends behind a chunk changes no other chunk.
         """
-        chunks = 1 if self._policy == "serial" else _CHUNKS
-        most, rows, in_chunks = chunks * max(self.model.segments.chunk_sizes), 0, 0
+        rows = in_chunks = 0
         for chunk in self.plan(count, start):
             seconds -= self.costs.seconds([chunk])
-            if in_chunks and (seconds < 0 or in_chunks + chunk.count > most):
+            if in_chunks and (seconds < 0 or in_chunks + chunk.count > self._most_rows):
                 break
             rows += chunk.count
             in_chunks += 0 if chunk.size is None else chunk.count

@@ -223,7 +223,16 @@ class Segments:
             binding.bind_ortvalue_input(name, value)
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
-        return _runner(session, binding, {} if self._provider == CPU else values)
+        # a provider with memory of its own (even OpenVINO on a CPU) copies inputs when they are
+        # bound, and would go on computing with their old values
+        copied = {} if self._provider == CPU else values
+
+        def run() -> None:
+            for name, value in copied.items():
+                binding.bind_ortvalue_input(name, value)
+            session.run_with_iobinding(binding)
+
+        return run
 
 
 def _check_widths(
@@ -233,21 +242,6 @@ def _check_widths(
     widths = {value.name: value.shape[-1] for value in values}
     if widths != expected:
         raise BundleError(f"{path}: {role} are {widths}, expected {dict(expected)}")
-
-
-def _runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
-    """Return a function that runs a session, with `inputs` bound anew for each run.
-
-    A provider with memory of its own (even OpenVINO on a CPU) copies inputs when they are bound,
-    and would go on computing with their old values.
-    """
-
-    def run() -> None:
-        for name, value in inputs.items():
-            binding.bind_ortvalue_input(name, value)
-        session.run_with_iobinding(binding)
-
-    return run
 
 
 def read_shadows(root: Path, entry: PrecisionEntry) -> dict[int, ShadowLinear]:

@@ -106,7 +106,7 @@ def check_once(bundle: Bundle, segments: Segments, progress: ProgressCallback | 
     """Check the segments of a provider that compiles, the first time after a compilation.
 
     Raises:
-        ProviderError: see `require`.
+        ProviderError: see `require_segments`.
     """
     if segments.compiled is None or (segments.compiled / _CHECKED).exists():
         return
@@ -115,31 +115,15 @@ def check_once(bundle: Bundle, segments: Segments, progress: ProgressCallback | 
 
 
 def require_segments(bundle: Bundle, segments: Segments, progress: ProgressCallback | None) -> None:
-    """Raise at the first segment that is wrong.
-
-    Raises:
-        ProviderError: see `require`.
-    """
-    checks = check_segments(bundle, segments)
-    require(_counted(checks, segments, progress) if progress else checks)
-
-
-def _counted(
-    checks: Iterator[Check], segments: Segments, progress: ProgressCallback
-) -> Iterator[Check]:
-    total = len(segments.chunk_sizes) * (segments.config.layer_count + 1)
-    for done, check in enumerate(checks, 1):
-        progress(Progress("self-test", done, total))
-        yield check
-
-
-def require(checks: Iterator[Check]) -> None:
-    """Raise at the first check that fails.
+    """Check every segment, up to the first that is wrong.
 
     Raises:
         ProviderError: a check failed; the message has its name and error.
     """
-    for check in checks:
+    total = len(segments.chunk_sizes) * (segments.config.layer_count + 1)
+    for done, check in enumerate(check_segments(bundle, segments), 1):
+        if progress is not None:
+            progress(Progress("self-test", done, total))
         if not check.passed:
             raise ProviderError(
                 f"self-test: {check.name} is wrong by {check.error:.2g} (at most {check.limit:.2g} "

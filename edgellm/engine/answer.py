@@ -157,7 +157,7 @@ class Answer:
         self._sampler = Sampler(options, tokenizer)
         self._stop = StopText(options.stop, min_indent=options.min_indent)
         endless = options.max_tokens is None and not options.ignore_eos
-        self._repetition = RepetitionGuard(options.repetition_limit if endless else 0)
+        self._repetition_limit = options.repetition_limit if endless else 0
         self._text = TextStream(tokenizer, context, shown_special=shown_special)
         self._line_deadline = math.inf
         self.best_needed = 0 if logit_filter else best_needed(options, ends=len(self._ends))
@@ -197,7 +197,7 @@ class Answer:
         """Return why no token may follow; None if one may."""
         if self.sampled and len(self.sampled) == self._options.max_tokens:
             return "length"
-        return "repetition" if self._repetition.loops(self.sampled) else None
+        return "repetition" if loops(self.sampled, self._repetition_limit) else None
 
     def _filtered(self, logits: Logits) -> NDArray[np.float32]:
         if self._logit_filter is None:
@@ -213,21 +213,14 @@ _TIMES = 4
 _EVERY = 16
 
 
-class RepetitionGuard:
-    """Detector of a loop at the end of an answer.
+def loops(tokens: Sequence[int], limit: int) -> bool:
+    """Whether the last `limit` tokens repeat one sequence, at least four times; 0: never.
 
-    Args:
-        limit: last tokens that must repeat one sequence, at least four times; 0: never looks.
+    It looks after every 16th token.
     """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-
-    def loops(self, tokens: Sequence[int]) -> bool:
-        """Whether the last `limit` tokens are a loop; looked at after every 16th token."""
-        if not self._limit or len(tokens) < self._limit or len(tokens) % _EVERY:
-            return False
-        return shortest_period(tokens[-self._limit :]) * _TIMES <= self._limit
+    if not limit or len(tokens) < limit or len(tokens) % _EVERY:
+        return False
+    return shortest_period(tokens[-limit:]) * _TIMES <= limit
 
 
 def shortest_period(tokens: Sequence[int]) -> int:

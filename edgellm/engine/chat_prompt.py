@@ -204,7 +204,9 @@ def chat_prompt(
         tools = _tools_matcher(engine, prompt, options) if prompt.tools else None
         filters = [logit_filter, tools and MatcherFilter(tools, _SCHEMAS)]
     filters.append(_reasoning_end(tokenizer, prompt, options))
-    return replace(prompt, logit_filter=_all_of(filters))
+    given = [each for each in filters if each is not None]
+    combined = AllFilters(*given) if len(given) > 1 else next(iter(given), None)
+    return replace(prompt, logit_filter=combined)
 
 
 def _tools_matcher(engine: Engine, prompt: ChatPrompt, options: ToolOptions) -> Any:
@@ -358,24 +360,15 @@ def _reasoning_end(
     return ReasoningBudget(limit, open=open, close=close, begun=prompt.in_reasoning)
 
 
-def _all_of(filters: Sequence[LogitFilter | None]) -> LogitFilter | None:
-    """Return a filter that applies those that are given, in their order; None if there are none."""
-    combined: LogitFilter | None = None
-    for each in filters:
-        if each is not None:
-            combined = each if combined is None else BothFilters(combined, each)
-    return combined
+class AllFilters:
+    """Logit filters, applied one after the other."""
 
+    def __init__(self, *filters: LogitFilter) -> None:
+        self._filters = filters
 
-class BothFilters:
-    """Two logit filters, applied one after the other."""
-
-    def __init__(self, first: LogitFilter, second: LogitFilter) -> None:
-        self._filters = (first, second)
-
-    def for_answer(self) -> BothFilters:
-        """Return both filters for one answer."""
-        return BothFilters(*map(_for_answer, self._filters))
+    def for_answer(self) -> AllFilters:
+        """Return all filters for one answer."""
+        return AllFilters(*map(_for_answer, self._filters))
 
     def __call__(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> NDArray[np.float32]:
         for each in self._filters:

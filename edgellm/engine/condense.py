@@ -102,7 +102,7 @@ def condense(
         for group in engine.cache.groups
     ]
     for part in parts:
-        yield from _repeat(engine, context, tokens, asked, part, shares)
+        yield from _repeat(context, tokens, asked, part, shares)
     yield WORKING
     kept = [None if of is None else _kept(of, keep) for of in shares]
     return engine.thread.call(partial(_condensed, context, kept, tokens, rows))
@@ -127,7 +127,6 @@ def _repetitions(engine: Engine, tokens: list[int]) -> tuple[list[int], list[ran
 
 
 def _repeat(
-    engine: Engine,
     context: Context,
     tokens: list[int],
     asked: list[int],
@@ -136,15 +135,15 @@ def _repeat(
 ) -> Generator[Wait, None, None]:
     """Compute the repetition of a part behind a fork of the context, and raise the shares of the
     part's rows."""
-    rows = [*asked, *tokens[part.start * BLOCK : part.stop * BLOCK]]
-    sequence = engine.thread.call(partial(_forked, context, tokens))
+    thread, rows = context.engine.thread, [*asked, *tokens[part.start * BLOCK : part.stop * BLOCK]]
+    sequence = thread.call(partial(_forked, context, tokens))
     try:
         for i in range(0, len(rows), sequence.rows_at_once):
             yield WORKING
             some = rows[i : i + sequence.rows_at_once]
-            engine.thread.call(partial(_tell, engine, context, sequence, some, part, shares))
+            thread.call(partial(_tell, context, sequence, some, part, shares))
     finally:
-        engine.thread.call(sequence.close)
+        thread.call(sequence.close)
 
 
 def _forked(context: Context, tokens: list[int]) -> Sequence:
@@ -169,7 +168,6 @@ def _check_there(context: Context, tokens: list[int]) -> None:
 
 
 def _tell(
-    engine: Engine,
     context: Context,
     sequence: Sequence,
     rows: list[int],
@@ -199,7 +197,7 @@ def _tell(
         heads=heads,
         shares=told,
     )
-    engine.prefill.run([span])
+    context.engine.prefill.run([span])
     for each, raised in zip(shares, told, strict=True):
         if each is not None and raised is not None:
             np.maximum(each[:, :, at], raised[:, :, -len(part) * BLOCK :], out=each[:, :, at])

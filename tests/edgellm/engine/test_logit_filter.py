@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from loop_checks import GREEDY, prompt
 
-from edgellm.engine.chat_prompt import BothFilters
+from edgellm.engine.chat_prompt import AllFilters
 from edgellm.errors import OptionError
 from edgellm.llm import LLM
 
@@ -60,7 +60,7 @@ def test_one_filter_goes_on_with_what_another_returned(tiny: LLM) -> None:
     def ban(scores: Scores, tokens: Sequence[int]) -> None:
         scores[9] = -np.inf
 
-    both = BothFilters(keep, ban)
+    both = AllFilters(keep, ban)
     assert tiny.generate([5], logit_filter=both, max_tokens=3, **GREEDY).tokens == (7, 7, 7)
     assert kept[9] == 5
 

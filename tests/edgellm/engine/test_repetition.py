@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgellm.engine.answer import RepetitionGuard, shortest_period
+from edgellm.engine.answer import loops, shortest_period
 from edgellm.llm import LLM
 
 
@@ -18,12 +18,11 @@ def test_shortest_period(tokens: list[int]) -> None:
 
 
 def test_a_loop_is_noticed_once_it_is_long_enough() -> None:
-    guard = RepetitionGuard(64)
-    for period, loops in ((1, True), (16, True), (17, False), (64, False)):
+    for period, expected in ((1, True), (16, True), (17, False), (64, False)):
         tokens = [*range(1000, 1048), *(list(range(period)) * 64)[:64]]
-        assert guard.loops(tokens) == loops, period
-    assert not guard.loops([5] * 63)
-    assert not RepetitionGuard(0).loops([5] * 6400)
+        assert loops(tokens, 64) == expected, period
+    assert not loops([5] * 63, 64)
+    assert not loops([5] * 6400, 0)
 
 
 def test_an_endless_answer_ends_and_says_why(chosen_llm: LLM) -> None:
