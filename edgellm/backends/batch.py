@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.providers import Placement
-from edgellm.backends.registry import NATIVE
 from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.kernels.experts import ExpertMemory
@@ -197,22 +197,44 @@ def softcapped(logits: NDArray[np.float32], cap: float | None) -> NDArray[np.flo
     return bounded
 
 
-class StepModel(Protocol):
-    """A model in kernels that take packed weights: `NativeModel` or `TritonModel`.
+class StepBackend(ABC):
+    """A back end of the fused step, in kernels that take packed weights; no rows are padded.
 
     Attributes:
         best_rows: number of tokens that one call computes best; None: as many as suit the cache.
         expert_memory: experts in memory, where there is a limit for them; else None.
     """
 
-    best_rows: int | None
-    expert_memory: ExpertMemory | None
+    name: str
+    exact_rows: bool
+    precision = PACKED
+    row_multiple = chunk_rows = 1
+    best_rows: int | None = None
+    expert_memory: ExpertMemory | None = None
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.name, {})
+
+    def rows_at_once(self, sequence: Sequence) -> int:
+        return self.best_rows or sequence.rows_at_once
 
     def run(
         self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
     ) -> list[Rows]:
-        """See `Backend.run`."""
+        start = time.perf_counter()
+        results = self._run(spans, should_stop)
+        task = TaskRecord(f"{self.name} step", 0, "host", start, time.perf_counter())
+        return [
+            replace(rows, places={self.name: len(rows.hidden)}, tasks=(task,)) for rows in results
+        ]
 
+    @abstractmethod
+    def _run(
+        self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None
+    ) -> list[Rows]: ...
+
+    @abstractmethod
     def load_adapter(self, adapter: AdapterWeights) -> None:
         """Make an adapter ready for rows that have it.
 
@@ -221,6 +243,7 @@ class StepModel(Protocol):
             MemoryEstimateError: there is no room for it.
         """
 
+    @abstractmethod
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
         """Multiply rows `[rows, K]` to `[rows, N]` as the step does, for the self-test.
 
@@ -228,40 +251,10 @@ class StepModel(Protocol):
             fine: whether activations keep 16 bits where others are rounded to fewer.
         """
 
+    @abstractmethod
     def embed(self, tokens: SequenceOf[int]) -> Floats:
         """Return embedding rows `[n, E]`."""
 
+    @abstractmethod
     def logits(self, hidden: Floats) -> Floats:
         """Return the LM head's logits `[rows, V]` for hidden states `[rows, E]`."""
-
-
-class StepBackend:
-    """A model in the fused step as a back end, see `Backend`; no rows are padded."""
-
-    precision = PACKED
-    row_multiple = chunk_rows = 1
-
-    def __init__(self, model: StepModel, *, name: str) -> None:
-        self.model = model
-        self.name = name
-        self.exact_rows = name == NATIVE  # on a GPU tiles depend on the number of rows
-
-    @property
-    def placement(self) -> Placement:
-        return Placement(self.name, {})
-
-    def rows_at_once(self, sequence: Sequence) -> int:
-        return self.model.best_rows or sequence.rows_at_once
-
-    def run(
-        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
-    ) -> list[Rows]:
-        start = time.perf_counter()
-        results = self.model.run(spans, should_stop=should_stop)
-        task = TaskRecord(f"{self.name} step", 0, "host", start, time.perf_counter())
-        return [
-            replace(rows, places={self.name: len(rows.hidden)}, tasks=(task,)) for rows in results
-        ]
-
-    def logits(self, hidden: Floats) -> Floats:
-        return self.model.logits(hidden)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,23 +23,12 @@ from edgellm.backends.trace import TaskRecord
 from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError
 from edgellm.graphs.fields import key_of
-from edgellm.kernels.state_blocks import StateRows
+
+if TYPE_CHECKING:
+    from edgellm.backends.native import NativeModel
 
 Floats = NDArray[np.float32]
 Done = Callable[[Floats], None]
-
-
-class Host(Protocol):
-    """Model of the C++ kernels, for the parts that they compute between graphs."""
-
-    def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
-        """Take rows `[n, E]` through the experts of a layer."""
-
-    def mix(self, layer: int, x: Floats, states: StateRows, *, threads: int) -> Floats:
-        """Take rows `[n, inputs]` of one sequence through the mixer of a layer with states."""
-
-    def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
-        """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
 
 
 Action = tuple[Step, Callable[[RunningChunk], None]]
@@ -55,12 +44,12 @@ class Model:
         attention: HostAttention,
         *,
         threads: int,
-        host: Host | None = None,
+        host: NativeModel | None = None,
     ) -> None:
         """Take over the parts; `attention` has RoPE tables for the whole context.
 
         Args:
-            host: what computes experts and mixers with states, of a model that has some.
+            host: C++ kernels for the experts and mixers with states of a model that has some.
         """
         self._host = host
         self.segments = segments
@@ -406,38 +395,29 @@ def execute(
         CancelledError: `should_stop` returned true; no task is still running.
         BaseException: an error of `run`; raised once the other processor is idle.
     """
-    job = _Job(steps, run, should_stop)
-    if policy == "serial":
-        for task in one_by_one(len(steps), chunks, together=together):
-            job.perform(task)
-    elif chunks:
-        _Shared(job, Schedule(steps, chunks, policy=policy, seconds=seconds)).run()
-    return job.records
+    records: list[TaskRecord] = []
 
-
-class _Job:
-    def __init__(
-        self, steps: SequenceOf[Step], run: Run, should_stop: Callable[[], bool] | None
-    ) -> None:
-        self._steps = steps
-        self._run = run
-        self._should_stop = should_stop
-        self.records: list[TaskRecord] = []
-
-    def perform(self, task: Task) -> None:
-        if self._should_stop is not None and self._should_stop():
+    def perform(task: Task) -> None:
+        if should_stop is not None and should_stop():
             raise CancelledError("cancelled between two layers")
         start = time.perf_counter()
-        self._run(task)
-        end, step = time.perf_counter(), self._steps[task.step]
-        self.records.append(TaskRecord(step.name, task.chunk, step.processor, start, end))
+        run(task)
+        end, step = time.perf_counter(), steps[task.step]
+        records.append(TaskRecord(step.name, task.chunk, step.processor, start, end))
+
+    if policy == "serial":
+        for task in one_by_one(len(steps), chunks, together=together):
+            perform(task)
+    elif chunks:
+        _Shared(perform, Schedule(steps, chunks, policy=policy, seconds=seconds)).run()
+    return records
 
 
 class _Shared:
-    """A job that two threads work on."""
+    """A schedule that two threads work on."""
 
-    def __init__(self, job: _Job, schedule: Schedule) -> None:
-        self._job = job
+    def __init__(self, perform: Run, schedule: Schedule) -> None:
+        self._perform = perform
         self._schedule = schedule
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -455,7 +435,7 @@ class _Shared:
         """Perform the tasks of one processor until all are done or one has failed."""
         try:
             while (task := self._wait_for_task(processor)) is not None:
-                self._job.perform(task)
+                self._perform(task)
                 with self._changed:
                     self._schedule.finish(task)
                     self._changed.notify_all()

@@ -14,8 +14,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Rows, Span, cut, reserved, softcapped, step_span
+from edgellm.backends.batch import Rows, Span, StepBackend, cut, reserved, softcapped, step_span
 from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import Parts
 from edgellm.cache.groups import Blocks
 from edgellm.errors import CancelledError, UnsupportedModelError
@@ -88,10 +89,11 @@ def _check_sizes(config: ModelConfig) -> None:
             )
 
 
-class NativeModel:
+class NativeModel(StepBackend):
     """A model whose tokens go through the fused step on the shared KV cache."""
 
-    best_rows: int | None = None
+    name = NATIVE
+    exact_rows = True
 
     def __init__(
         self,
@@ -124,10 +126,8 @@ class NativeModel:
         self._threads = threads
         self._kv_read, self._prefill_mass = kv_read, prefill_mass
 
-    def run(
-        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
-    ) -> list[Rows]:
-        """See `StepModel.run`; all spans of one call have the same group of layers."""
+    def _run(self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None) -> list[Rows]:
+        """Compute spans, all of which have the same group of layers."""
         group = spans[0].group
         assert all(span.group is group for span in spans)
         with reserved(spans):
@@ -217,7 +217,6 @@ class NativeModel:
         return hidden, last[1]
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
-        """See `StepModel.embed`."""
         return rows_of(self._weights.embedding, tokens)
 
     def experts(self, layer: int, x: Floats, *, threads: int) -> Floats:
@@ -232,8 +231,7 @@ class NativeModel:
         return mix(self._library, x, mixer, [states], epsilon, threads)
 
     def load_adapter(self, adapter: AdapterWeights) -> None:
-        """See `StepModel.load_adapter`; the kernels read it where it is."""
-        check_adapter(adapter, self._weights)
+        check_adapter(adapter, self._weights)  # the kernels read it where it is
 
     def layer_rows(self, tokens: SequenceOf[int]) -> Floats:
         """Return the tokens' embeddings for all layers, `[n, layers * P]`."""
@@ -245,10 +243,8 @@ class NativeModel:
         return rows_of(given.table, rows.tolist()).reshape(len(tokens), -1)
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
-        """See `StepModel.linear`."""
         return linear(self._library, x, weight, fine=fine, threads=self._threads)
 
     def logits(self, hidden: Floats) -> Floats:
-        """See `StepModel.logits`."""
         logits = self.linear(hidden, self._weights.head, fine=True)
         return softcapped(logits, self._weights.logit_softcap)

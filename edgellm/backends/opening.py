@@ -7,14 +7,13 @@ Triton on the device, which needs onnxruntime-gpu beside torch and triton.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import StepModel
-from edgellm.backends.forward import Host, Model
+from edgellm.backends.batch import StepBackend
+from edgellm.backends.forward import Model
 from edgellm.backends.host_attention import HostAttention, head_norms
 from edgellm.backends.providers import CPU, CUDA
 from edgellm.backends.registry import NATIVE, TRITON
@@ -31,54 +30,47 @@ from edgellm.store.precision_support import needs_host
 
 if TYPE_CHECKING:
     from edgellm.backends.device_model import DeviceModel  # imports torch
+    from edgellm.backends.native import NativeModel
 
 
-@dataclass(frozen=True)
-class OpenModels:
-    """The models that prefill and decode run on.
-
-    Attributes:
-        steps: models of packed weights, by the name of their back end.
-        graphs: models of ONNX Runtime graphs, by precision.
-    """
-
-    steps: Mapping[str, StepModel]
-    graphs: Mapping[str, Model]
+# Back ends of packed weights, by name, and models of ONNX Runtime graphs, by precision.
+Steps = Mapping[str, StepBackend]
+Graphs = Mapping[str, Model]
 
 
-def open_models(parts: Parts) -> OpenModels:
+def open_models(parts: Parts) -> tuple[Steps, Graphs]:
     """Open the selected models; a model that serves both prefill and decode is opened once."""
     selection, config = parts.selection, parts.bundle.config
     chosen = {selection.prefill, selection.host(config)}
-    steps: dict[str, StepModel] = {}
+    steps: dict[str, StepBackend] = {}
+    host: NativeModel | None = None
     if NATIVE in chosen:
         from edgellm.backends import native
 
-        steps[NATIVE] = native.open_model(parts)
+        steps[NATIVE] = host = native.open_model(parts)
     if TRITON in chosen:
         from edgellm.backends import triton
 
         steps[TRITON] = triton.open_model(parts)
     precisions = selection.graph_precisions(config)
     if not precisions:
-        return OpenModels(steps, {})
-    host = cast(Host, steps[NATIVE]) if needs_host(config) else None
+        return steps, {}
     head = steps.get(TRITON) or steps.get(NATIVE)
-    return OpenModels(steps, _open_graphs(parts, precisions, head, host))
+    return steps, _open_graphs(parts, precisions, head, host if needs_host(config) else None)
 
 
 def _open_graphs(
     parts: Parts,
     precisions: Sequence[str],
     packed_head: ModelHead | None,
-    host: Host | None,
+    host: NativeModel | None,
 ) -> dict[str, Model]:
     """Open the models of some precisions; return them by precision.
 
     Args:
         packed_head: LM head and embedding in packed weights, where these are open; precisions that
             round theirs to int8 have no other one beside it.
-        host: what computes experts and mixers with states, of a model that has some.
+        host: see `Model`.
     """
     bundle, selection = parts.bundle, parts.selection
     prefill_precision = selection.prefill_precision(bundle.config)
@@ -114,7 +106,7 @@ def _open_model(
     *,
     head: ModelHead,
     attention: HostAttention,
-    host: Host | None,
+    host: NativeModel | None,
     runs_prefill: bool,
 ) -> Model:
     """Open a precision on the provider of prefill, or on the CPU if only decode runs it."""

@@ -71,11 +71,6 @@ def start(threads: int | None, *, spare: int = 0) -> int:
     return max(_pool_threads, min(_pool_threads + spare, usable_cores()))
 
 
-def size(threads: int | None) -> int:
-    """Return the number of threads for work outside the pool; None: all usable cores."""
-    return threads or usable_cores()
-
-
 def session_options() -> Any:
     """Return options for a session: it uses the pool, or one thread if there is no pool."""
     ort = onnx_runtime()

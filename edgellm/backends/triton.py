@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Rows, Span, cut, reserved, step_span
+from edgellm.backends.batch import Rows, Span, StepBackend, cut, reserved, step_span
 from edgellm.backends.packed_weights import open_packed_weights
+from edgellm.backends.registry import TRITON
 from edgellm.backends.selection import Parts
 from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import CancelledError, MemoryEstimateError, UnsupportedModelError
-from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.gpu import device as gpu_device
 from edgellm.kernels.linear import PackedWeights, rows_of
 from edgellm.kernels.lora import AdapterWeights
@@ -28,11 +28,11 @@ from edgellm.store.manifest import forget_pages
 Floats = NDArray[np.float32]
 
 
-class TritonModel:
+class TritonModel(StepBackend):
     """A model whose tokens go through the fused step on the device's side of the KV cache."""
 
-    best_rows: int | None
-    expert_memory: ExpertMemory | None = None
+    name = TRITON
+    exact_rows = False  # tiles depend on the number of rows
 
     def __init__(
         self, weights: Weights, ropes: SequenceOf[RopeTable], cache: KVCache, *, device: str
@@ -53,10 +53,7 @@ class TritonModel:
         self._step = DeviceStep(weights, ropes, cache.use_device(device), device)
         self._step.warm_up()
 
-    def run(
-        self, spans: SequenceOf[Span], *, should_stop: Callable[[], bool] | None = None
-    ) -> list[Rows]:
-        """See `StepModel.run`."""
+    def _run(self, spans: SequenceOf[Span], should_stop: Callable[[], bool] | None) -> list[Rows]:
         with reserved(spans):
             for span in spans:
                 span.sequence.use_device()
@@ -86,11 +83,10 @@ class TritonModel:
         return [Rows(nothing, [best]) for best in self._step.best(calls)]
 
     def embed(self, tokens: SequenceOf[int]) -> Floats:
-        """See `StepModel.embed`."""
         return rows_of(self._embedding, tokens)
 
     def load_adapter(self, adapter: AdapterWeights) -> None:
-        """See `StepModel.load_adapter`; it is copied to the device."""
+        """See `StepBackend.load_adapter`; it is copied to the device."""
         reason = gpu_device.too_large(self._device, {"for the adapter": adapter.nbytes})
         if reason is not None:
             raise MemoryEstimateError(
@@ -104,11 +100,10 @@ class TritonModel:
             ) from None
 
     def linear(self, x: Floats, weight: PackedWeights, *, fine: bool = False) -> Floats:
-        """See `StepModel.linear`; the weight is copied to the device."""
+        """See `StepBackend.linear`; the weight is copied to the device."""
         return self._step.linear(x, weight, fine=fine)
 
     def logits(self, hidden: Floats) -> Floats:
-        """See `StepModel.logits`."""
         return self._step.logits(hidden)
 
 

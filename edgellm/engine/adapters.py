@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.backends.batch import Backend, StepBackend, StepModel
+from edgellm.backends.batch import Backend, StepBackend
 from edgellm.backends.registry import AUTO, NATIVE, STEPS
 from edgellm.checks import check_number, check_path, check_text
 from edgellm.errors import ModelFormatError, OptionError, UnsupportedModelError
@@ -79,7 +79,8 @@ class Adapters:
         if name is None:
             return None
         if name not in self._loaded:
-            raise unknown_adapter(name, self._loaded)
+            known = ", ".join(self._loaded) or "none"
+            raise OptionError(f"`adapter` is {name[:100]!r}; loaded are {known} (`load_adapter`)")
         return self._loaded[name]
 
     def load(self, name: str, path: str | Path, *, scale: float = 1.0) -> LoadedAdapter:
@@ -112,7 +113,7 @@ class Adapters:
                 "first, or take another name"
             )
 
-    def _kernels(self, name: str) -> StepModel:
+    def _kernels(self, name: str) -> StepBackend:
         """Return the kernels that take adapters.
 
         Raises:
@@ -120,7 +121,7 @@ class Adapters:
         """
         prefill, decoder = self._prefill, self._decoder
         if prefill is decoder and isinstance(decoder, StepBackend):
-            return decoder.model
+            return decoder
         raise UnsupportedModelError(
             f"the adapter {name!r} needs the native kernels or Triton's for prompts and answers, "
             f"and this model computes prompts on {prefill.name} and answers on {decoder.name}; "
@@ -148,12 +149,6 @@ def for_adapters(options: EngineOptions) -> EngineOptions:
     decode = kernels if options.decode == AUTO else options.decode
     prefill = kernels if options.prefill == AUTO else options.prefill
     return replace(options, decode=decode, prefill=prefill)
-
-
-def unknown_adapter(name: str, known: Mapping[str, object]) -> OptionError:
-    return OptionError(
-        f"`adapter` is {name[:100]!r}; loaded are {', '.join(known) or 'none'} (`load_adapter`)"
-    )
 
 
 def _read(bundle: Bundle, path: Path, *, scale: float) -> tuple[AdapterWeights, tuple[int, ...]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from edgellm.backends import thread_pool
 from edgellm.backends.planner import Costs
 from edgellm.backends.providers import CPU, PROVIDERS, status
 from edgellm.backends.registry import AUTO, NATIVE, STEPS, TRITON
@@ -22,6 +21,7 @@ from edgellm.engine.memory import estimate
 from edgellm.errors import EdgeLLMError, ProviderError
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.gpu import device
+from edgellm.machine import usable_cores
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle, stretched
@@ -88,7 +88,7 @@ def auto_choice(bundle: Bundle, options: EngineOptions) -> AutoChoice:
 
 def _known(bundle: Bundle, options: EngineOptions) -> Iterator[tuple[str, Costs]]:
     """Iterate over the accelerators that an earlier start measured, with their times."""
-    threads = thread_pool.size(options.threads)
+    threads = options.threads or usable_cores()
     for name, provider in PROVIDERS.items():
         usable = (f for f in provider.precisions if why_not(f, bundle.config) is None)
         precision = next(usable, None)

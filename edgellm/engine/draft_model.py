@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from edgellm.backends.batch import Backend, Span
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.prefix_index import Root, common_prefix
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.draft_policy import Evidence, Kind, Purse
+from edgellm.engine.draft_policy import DraftSource, Evidence
 
 # Tokens that it catches up with in one step at most, so that a stream has no long gap.
 _ROWS = 64
-# Share of its tokens that are right, until some are known: 0.6 to 0.85 for pairs of one family.
-_SHARE = 0.7
-# A model guesses as well some lines later, and computes what it has missed.
-_KEEP = 0.95
 
 
-@dataclass(frozen=True)
-class DraftModel:
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(DraftSource):
     """A smaller model that is loaded beside another one, for drafts of all its answers.
 
     Attributes:
-        ctx_size: number of tokens behind which it drafts nothing.
         rows: rows of the smaller of both embeddings; larger ids mean nothing to one of the models.
-        tokens: largest number of tokens of a draft.
-        p_min: probability of its best token below which a draft ends before the token.
-        token_steps: steps of the other model that one of its steps takes as long as, about.
-        purse: see `Purse`.
     """
 
+    name = "model"
     decoder: Backend
     cache: KVCache
-    ctx_size: int
     rows: int
-    tokens: int
-    p_min: float
-    token_steps: float
-    purse: Purse = field(default_factory=Purse)
-
-    @property
-    def kind(self) -> Kind:
-        return Kind("model", _SHARE, self.tokens, keep=_KEEP, token_steps=self.token_steps)
 
     def drafter(self, salt: str) -> ModelDrafter:
-        """Return a drafter for one answer; see `Context` for `salt`."""
         return ModelDrafter(self, root=self.cache.index.salted_root(salt))
 
 
@@ -57,7 +39,7 @@ class ModelDrafter:
     What was rejected is cut off there, and what was accepted is computed with the next draft.
     """
 
-    name = "model"
+    name = DraftModel.name
 
     def __init__(self, model: DraftModel, *, root: Root) -> None:
         self._model = model

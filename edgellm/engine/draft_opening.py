@@ -13,6 +13,7 @@ from edgellm.backends.selection import select
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, pool_blocks
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_model import DraftModel
+from edgellm.engine.draft_policy import DraftSource
 from edgellm.engine.loaded_model import LoadedModel
 from edgellm.engine.memory import draft_options, token_bytes
 from edgellm.engine.mtp import MtpHead
@@ -69,7 +70,7 @@ def prepare_draft(
     return draft
 
 
-def open_draft(target: LoadedModel, bundle: Bundle) -> DraftModel | MtpHead:
+def open_draft(target: LoadedModel, bundle: Bundle) -> DraftSource:
     """Load a draft model, or an assistant, beside the model that it drafts for.
 
     Raises:

@@ -13,17 +13,16 @@ from edgellm.backends import thread_pool
 from edgellm.backends.batch import Backend, StepBackend
 from edgellm.backends.chunked_backend import ChunkedBackend, TokenBackend
 from edgellm.backends.host_attention import rope_tables
-from edgellm.backends.opening import OpenModels, open_models
-from edgellm.backends.registry import CHUNKED, NATIVE
-from edgellm.backends.selection import Parts, Selection, select
+from edgellm.backends.opening import Graphs, Steps, open_models
+from edgellm.backends.registry import CHUNKED
+from edgellm.backends.selection import Parts, select
 from edgellm.cache.disk_cache import DiskCache, WriteBehind
 from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
 from edgellm.engine.costs import load_or_measure
-from edgellm.engine.draft_model import DraftModel
-from edgellm.engine.mtp import MtpHead
+from edgellm.engine.draft_policy import DraftSource
 from edgellm.engine.prompt_lookup import TokenTable
 from edgellm.engine.thread import EngineThread
 from edgellm.errors import TemplateError
@@ -31,6 +30,7 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
+from edgellm.machine import usable_cores
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store import key_basis
@@ -47,11 +47,10 @@ class LoadedModel:
     """A model with back ends for prefill and decode over one KV cache.
 
     `selection` names its back ends, `precisions` their precisions; `scheduling` is the one in use.
-    `native_prefill` is the native back end, if it is open and decode is not chunked; where decode
-    is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone computes
-    steps and changes the cache. `adapters` are those that its answers may name. `draft_model`
-    drafts for its answers, if one was asked for or the model has a head that can; `token_table`
-    drafts what answers had before (None: it does not).
+    Where decode is chunked, `decoder` is `prefill` itself. Once the model is loaded, `thread` alone
+    computes steps and changes the cache. `adapters` are those that its answers may name.
+    `draft_model` drafts for its answers, if one was asked for or the model has a head that can;
+    `token_table` drafts what answers had before (None: it does not).
     """
 
     def __init__(
@@ -91,18 +90,29 @@ class LoadedModel:
         self.tokenizer = Tokenizer(
             bundle.path, bundle.manifest.tokenizer, rows=self.config.vocab_size
         )
-        self.draft_model: DraftModel | MtpHead | None = None
+        self.draft_model: DraftSource | None = None
         self.token_table: TokenTable | None = TokenTable()
         self.thread = thread or EngineThread()
         self.written: WriteBehind | None = None
         self.cache = self._make_cache()
-        self.threads = _start_threads(options, self.selection, graphs=self.precisions != {PACKED})
-        models = self._open_models(progress)
-        host, chunked = self._open_host(models), self.selection.decode == CHUNKED
-        self.prefill = self._make_prefill(models, host, tails_only=tails_only)
+        if self.precisions == {PACKED}:
+            self.threads = options.threads or usable_cores()
+        else:  # ONNX Runtime's are started
+            self.threads = thread_pool.start(options.threads, spare=int(self.selection.shares_cpu))
+        steps, graphs = open_models(
+            Parts(
+                bundle=bundle,
+                options=options,
+                selection=self.selection,
+                cache=self.cache,
+                ropes=rope_tables(self.config, self.ctx_size),
+                threads=self.threads,
+                progress=progress,
+            )
+        )
+        host, chunked = self._open_host(steps, graphs), self.selection.decode == CHUNKED
+        self.prefill = self._make_prefill(steps, graphs, host, tails_only=tails_only)
         self.decoder = host if host is not None and not chunked else self.prefill
-        native = None if chunked else models.steps.get(NATIVE)
-        self.native_prefill = None if native is None else StepBackend(native, name=NATIVE)
         self.adapters = Adapters(bundle, prefill=self.prefill, decoder=self.decoder)
 
     @cached_property
@@ -118,7 +128,7 @@ class LoadedModel:
     def expert_memory(self) -> ExpertMemory | None:
         """Experts in memory, where there is a limit for them; else None."""
         decoder = self.decoder
-        return decoder.model.expert_memory if isinstance(decoder, StepBackend) else None
+        return decoder.expert_memory if isinstance(decoder, StepBackend) else None
 
     @property
     def fallbacks(self) -> list[str]:
@@ -200,41 +210,28 @@ class LoadedModel:
             cache.disk = self.written = WriteBehind(disk)
         return cache
 
-    def _open_models(self, progress: ProgressCallback | None) -> OpenModels:
-        return open_models(
-            Parts(
-                bundle=self.bundle,
-                options=self.options,
-                selection=self.selection,
-                cache=self.cache,
-                ropes=rope_tables(self.config, self.ctx_size),
-                threads=self.threads,
-                progress=progress,
-            )
-        )
-
-    def _open_host(self, models: OpenModels) -> Backend | None:
+    def _open_host(self, steps: Steps, graphs: Graphs) -> Backend | None:
         """Return the back end that works beside an execution provider; see `Selection.host`."""
         name = self.selection.host(self.config)
         precision = self.selection.host_precision(self.config)
         if name is None or precision is None:
             return None
-        if name in models.steps:
-            return StepBackend(models.steps[name], name=name)
-        return TokenBackend(models.graphs[precision], name=name)
+        if name in steps:
+            return steps[name]
+        return TokenBackend(graphs[precision], name=name)
 
     def _make_prefill(
-        self, models: OpenModels, host: Backend | None, *, tails_only: bool
+        self, steps: Steps, graphs: Graphs, host: Backend | None, *, tails_only: bool
     ) -> Backend:
         selection = self.selection
         name = selection.prefill
         if host is not None and name == host.name:
             return host
-        if name in models.steps:
-            return StepBackend(models.steps[name], name=name)
-        model = models.graphs[selection.prefill_precision(self.config)]
+        if name in steps:
+            return steps[name]
+        model = graphs[selection.prefill_precision(self.config)]
         # a precision that was asked for is not mixed with another one, nor are two devices
-        mixed = bool(models.steps) and self.options.precision is None
+        mixed = bool(steps) and self.options.precision is None
         mixed = mixed and self.scheduling != "two_devices"
         step = host if mixed and selection.decode != CHUNKED else None
         stop = threading.Event()
@@ -270,10 +267,3 @@ def open_template(bundle: Bundle, tokenizer: Tokenizer) -> ChatTemplate | None:
     except UnicodeDecodeError as error:
         raise TemplateError(f"{path}: {error}") from None
     return ChatTemplate(source, bos=tokenizer.bos, eos=end)
-
-
-def _start_threads(options: EngineOptions, selection: Selection, *, graphs: bool) -> int:
-    """Return the number of CPU threads; ONNX Runtime's are started if it runs `graphs`."""
-    if not graphs:
-        return thread_pool.size(options.threads)
-    return thread_pool.start(options.threads, spare=int(selection.shares_cpu))

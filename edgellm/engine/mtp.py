@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgellm.backends.mtp import MtpModel
 from edgellm.cache.kv_cache import KVCache
 from edgellm.cache.sequence import Sequence
-from edgellm.engine.draft_policy import Evidence, Kind, Purse, StateDrafter
+from edgellm.engine.draft_policy import DraftSource, Evidence, StateDrafter
 from edgellm.kernels.sampling import Logits
 from edgellm.options import MOST_DRAFTED
 
@@ -25,8 +25,6 @@ _ROWS = 256
 _MOST_WAITING = 4096
 # Last hidden states that an assistant keeps: the longest draft of any drafter may be wrong.
 _KEPT = MOST_DRAFTED + 1
-# Share of its tokens that are right, until some are known, and the weight of those before.
-_SHARE, _KEEP = 0.7, 0.95
 
 
 @dataclass(frozen=True)
@@ -41,26 +39,17 @@ def _key(sequence: Sequence) -> int:
     return hash((sequence.root, *sequence.tokens))
 
 
-@dataclass(frozen=True)
-class MtpHead:
+@dataclass(frozen=True, kw_only=True)
+class MtpHead(DraftSource):
     """The head of a loaded model, or its assistant, for drafts of all its answers.
 
     Attributes:
         cache: KV cache of a head's layer; None: an assistant, which reads the model's.
-        ctx_size: number of tokens behind which it drafts nothing.
-        tokens: largest number of tokens of a draft.
-        p_min: probability of its best token below which a draft ends before the token.
-        token_steps: steps of the model that one of its rows takes as long as, about.
-        purse: see `Purse`.
     """
 
+    name = "mtp"
     model: MtpModel
     cache: KVCache | None
-    ctx_size: int
-    tokens: int
-    p_min: float
-    token_steps: float
-    purse: Purse = field(default_factory=Purse)
     _ends: dict[int, _End] = field(default_factory=dict)
 
     def keep(self, sequence: Sequence, end: _End) -> None:
@@ -82,12 +71,7 @@ class MtpHead:
             return []
         return list(end.hidden[: len(tokens)])
 
-    @property
-    def kind(self) -> Kind:
-        return Kind("mtp", _SHARE, self.tokens, keep=_KEEP, token_steps=self.token_steps)
-
     def drafter(self, salt: str) -> StateDrafter:
-        """Return a drafter for one answer; see `Context` for `salt`."""
         if self.cache is None:
             return AssistantDrafter(self)
         return MtpDrafter(self, self.cache, salt=salt)
@@ -117,7 +101,7 @@ class AssistantDrafter:
     All tokens of a draft stand at the position behind the last one that has K and V.
     """
 
-    name = "mtp"
+    name = MtpHead.name
 
     def __init__(self, head: MtpHead) -> None:
         self._head = head
@@ -164,7 +148,7 @@ class MtpDrafter:
     earlier answer; else it begins behind these tokens, and sees none of them.
     """
 
-    name = "mtp"
+    name = MtpHead.name
 
     def __init__(self, head: MtpHead, cache: KVCache, *, salt: str) -> None:
         self._head = head

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.backends.batch import Span, StepBackend, StepModel
+from edgellm.backends.batch import Span, StepBackend
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.packed_weights import open_packed_weights
 from edgellm.backends.self_test import HEAD_LIMIT, WRONG, Check, check_prompts, check_segments
@@ -64,7 +64,7 @@ _WRONG_PROMPT = 0.75
 __all__ = ["Check", "Examined", "examine"]
 
 
-def check_layers(bundle: Bundle, reference: Reference, model: StepModel) -> Iterator[Check]:
+def check_layers(bundle: Bundle, reference: Reference, model: StepBackend) -> Iterator[Check]:
     """Check the linear layers and norms of every segment, between two attentions.
 
     Behind a layer with experts the median row is judged: where two experts are nearly as good for a
@@ -87,7 +87,7 @@ def check_layers(bundle: Bundle, reference: Reference, model: StepModel) -> Iter
 
 def check_step(
     reference: Reference,
-    model: StepModel,
+    model: StepBackend,
     cache: KVCache,
     imported: ImportSummary,
     *,
@@ -132,7 +132,7 @@ def prompt_limit(imported: ImportSummary, kv_format: str) -> float:
     return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error + cache)
 
 
-def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Floats:
+def _hidden(model: StepBackend, cache: KVCache, parts: Sequence[list[int]]) -> Floats:
     """Return the hidden states `[n, E]` of tokens, run in consecutive parts of one sequence."""
     sequence = cache.sequence()
     try:
@@ -145,7 +145,7 @@ def _hidden(model: StepModel, cache: KVCache, parts: Sequence[list[int]]) -> Flo
 class _PackedSegment(ExpertSegment):
     """A segment on packed weights, whose products are those of the step."""
 
-    def __init__(self, config: ModelConfig, index: int, model: StepModel, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, index: int, model: StepBackend, weights: Weights) -> None:
         super().__init__(config, index, partial(_packed, weights))
         self._model = model
 
@@ -219,13 +219,13 @@ def examine(
             yield from engine.thread.each(prompts)
 
 
-def _steps(engine: Engine) -> dict[str, StepModel]:
-    """Map back ends' names to the models of packed weights that prefill or decode run on."""
+def _steps(engine: Engine) -> dict[str, StepBackend]:
+    """Map names to the back ends of packed weights that prefill or decode run on."""
     steps, prefill = {}, engine.prefill
     host = prefill.host if isinstance(prefill, ChunkedBackend) else None
     for backend in (prefill, engine.decoder, host):
         if isinstance(backend, StepBackend):
-            steps[backend.name] = backend.model
+            steps[backend.name] = backend
     return steps
 
 

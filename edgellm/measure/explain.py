@@ -301,9 +301,9 @@ def time_prompt(engine: Engine, count: int) -> list[TimedPrompt]:
     Both run in turns, and their times are kept, so that `prefill` auto knows next time which one
     was faster. If prefill is native, or there are no native kernels, prefill runs alone.
     """
-    prefill, native = engine.prefill, engine.native_prefill
+    prefill, decoder = engine.prefill, engine.decoder
     name, schedule = prefill.placement.provider, engine.selection.policy
-    backends = [prefill] if native is None or name == NATIVE else [prefill, native]
+    backends = [prefill, decoder] if decoder.name == NATIVE != name else [prefill]
     stop = threading.Event()
     times = engine.thread.call(lambda: measure(engine, count, *backends, stop=stop), stop=stop)
     (seconds, bubbles), *others = times

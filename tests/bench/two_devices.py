@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from edgellm.backends.batch import StepBackend
 from edgellm.backends.chunked_backend import ChunkedBackend
 from edgellm.backends.native import NativeModel
 from edgellm.backends.segments import ChunkBuffers
@@ -87,9 +86,8 @@ def play_accelerator(llm: LLM, *, speed: float, threads: int) -> None:
     """Sleep where graphs would run; decode has all cores, as beside another device."""
     prefill, decoder = llm.engine.prefill, llm.engine.decoder
     assert isinstance(prefill, ChunkedBackend)
-    assert isinstance(decoder, StepBackend)
-    assert isinstance(decoder.model, NativeModel)
-    decoder.model._threads = threads
+    assert isinstance(decoder, NativeModel)
+    decoder._threads = threads
     segments, costs = prefill.model.segments, prefill.costs.chunk
     buffers = segments.buffers
 

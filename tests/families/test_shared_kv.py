@@ -179,7 +179,7 @@ def test_a_prompts_rows_leave_where_the_shared_layers_begin(
 def test_rows_that_leave_early_change_nothing(start: Start) -> None:
     llm = start()
     backend = llm.engine.decoder
-    assert isinstance(backend.model, NativeModel)
+    assert isinstance(backend, NativeModel)
     lengths = [(150, 1), (1, 1), (40, 0), (7, 3)]
 
     def compute(all_states: bool) -> list[Any]:

@@ -304,7 +304,6 @@ def test_what_is_open_where_decode_rides_in_chunks(
     engine, backend = llm.engine, backend_of(llm)
     assert engine.decoder is backend
     assert not engine.recomputes_exactly
-    assert engine.native_prefill is None
     assert llm.decode == f"cpu {precision}"
     if backend.host is not None and backend.host.name == "portable":  # no compiler here
         host, others = "portable", {"int4"}

@@ -193,7 +193,7 @@ def test_the_best_logits_lead_to_the_same_answer_as_all(
             return session.generate(max_tokens=2, ignore_eos=True, **options)
 
     answer()  # from here on, all but the prompt's last token is cached
-    model = on_gpu.engine.decoder.model
+    model = on_gpu.engine.decoder
     asked: list[int] = []
     best = model._candidates
 
