@@ -94,7 +94,7 @@ SEALED = tuple(name for name, storage in STORAGE.items() if storage.sealing is n
 ROW_FORMATS = tuple(name for name in STORAGE if name not in SEALED)
 SCALED = tuple(name for name, storage in STORAGE.items() if storage.scaled)
 SPREAD_VALUES = tuple(name for name, storage in STORAGE.items() if storage.spread_values)
-# Where blocks of queries read a share of the attention (`attention/heavy_blocks.h`): the format,
+# Where blocks of queries read a share of the attention (`attention/heavy_panels.h`): the format,
 # the first position, and the smallest share.
 MASS_FORMAT, DENSE_POSITIONS, LEAST_MASS = "int8", 4096, 0.01
 # Version of the meaning of a block's bytes: blocks kept under another version are not read.

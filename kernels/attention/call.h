@@ -5,6 +5,37 @@
 
 namespace edgellm {
 
+// The order of the rows of a KV head, which are the query heads of its group at consecutive tokens: a token's heads one
+// after another or, where heads choose what blocks of them read, block by block of positions and in each head by head.
+struct RowOrder {
+    int start, tokens, group;
+    bool by_head;
+
+    struct Row {
+        int token, head;
+    };
+    // Tokens of one block of positions, from `first` to before `end`.
+    struct Run {
+        int first, end;
+    };
+
+    Run block_of(int token) const {
+        const int first = (start + token) / BLOCK * BLOCK - start;
+        return {std::max(0, first), std::min(tokens, first + BLOCK)};
+    }
+    int row(int token, int head) const {
+        if (!by_head) return token * group + head;
+        const Run run = block_of(token);
+        return run.first * group + head * (run.end - run.first) + token - run.first;
+    }
+    Row operator[](int row) const {
+        if (!by_head) return {row / group, row % group};
+        const Run run = block_of(row / group);
+        const int within = row - run.first * group, count = run.end - run.first;
+        return {run.first + within % count, within / count};
+    }
+};
+
 // Queries of consecutive tokens, and where they stand.
 struct Queries {
     const float* q;  // [tokens, heads, key_dim], after RoPE
@@ -13,6 +44,8 @@ struct Queries {
     float mass;            // share of the attention that whole blocks of queries read, see `sparse_blocks`; 0: all
     float scale, softcap;  // of the scores; softcap 0: none
     const float* sinks;    // [heads], a score of each head that has no key and no value, or null
+
+    RowOrder order(int kv_heads) const { return {start, tokens, heads / kv_heads, mass > 0}; }
 };
 
 // Arguments of one call; the same fields, in the same order, as in native.py.
@@ -29,17 +62,26 @@ constexpr int SPLIT = 512;
 constexpr int SPLIT_BLOCKS = SPLIT / BLOCK;
 // Rows that share one walk over the keys.
 constexpr int ROWS_PER_TASK = 96;
+constexpr int ROWS_BY_HEAD = BLOCK / 2;  // of one head
 constexpr int MAX_HEAD_DIM = 512;  // the largest whose scores of int8 numbers fit into 32 bits
 
 inline int split_count(int keys) { return (keys + SPLIT - 1) / SPLIT; }
 
 // Numbers of the blocks that the rows of a walk read, in their order: those that `chosen` names, or all but the `gap`
-// ones behind the first `front`.
+// ones behind the first `front`. Or so many times PANELS `panels`, in order, of which the last ones are a whole block.
 struct BlockList {
     const int32_t* chosen;
     int count, gap, front;
+    const int32_t* panels;
 
-    int operator[](int i) const { return chosen ? chosen[i] : i < front ? i : i + gap; }
+    // With panels of several blocks, the first one's.
+    int operator[](int i) const {
+        if (panels) return panels[i * PANELS] / PANELS;
+        return chosen ? chosen[i] : i < front ? i : i + gap;
+    }
+    bool whole(int i) const {
+        return !panels || (panels[i * PANELS] % PANELS == 0 && panels[(i + 1) * PANELS - 1] == panels[i * PANELS] + PANELS - 1);
+    }
     int splits() const { return (count + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS; }
 };
 
@@ -48,10 +90,10 @@ inline BlockList blocks_seen(const KV& kv, int position, int layer, int kv_head)
     const int own = position / BLOCK;
     if (kv.heads.first) {
         const int count = kv.heads.count(layer * kv.kv_heads + kv_head), gap = kv.heads.first - count;
-        return {nullptr, own + 1 - gap, gap, count};
+        return {nullptr, own + 1 - gap, gap, count, nullptr};
     }
     const int gap = kv.recent ? std::max(0, own - kv.recent) : 0;
-    return {nullptr, own + 1 - gap, gap, 1};
+    return {nullptr, own + 1 - gap, gap, 1, nullptr};
 }
 
 // Blocks of query positions `from` to before `to`.
@@ -70,17 +112,21 @@ inline BlockRange sparse_blocks(int start, int rows, float mass) {
     return {from, mass > 0 ? std::max(from, (start + rows) / BLOCK) : from};
 }
 
-// The lists of blocks that these read, each behind its length, `stride` numbers apart.
-struct BlockLists {
-    const int32_t* lists;
+// The lists of panels that these read for each head, each behind its length, `stride` numbers apart.
+struct PanelLists {
+    int32_t* lists;
     size_t stride;
+    int heads;
     BlockRange of;
 
-    BlockList operator[](int block) const {
+    int count() const { return (of.to - of.from) * heads; }
+    int32_t* list(int block, int head) const { return lists + (size_t(block - of.from) * heads + head) * stride; }
+    BlockList read(int block, int head) const {
         if (!of.has(block)) return {};
-        const int32_t* list = lists + (block - of.from) * stride;
-        return {list + 1, list[0], 0, 0};
+        const int32_t* panels = list(block, head);
+        return {nullptr, panels[0] / PANELS, 0, 0, panels + 1};
     }
+    static size_t stride_for(BlockRange blocks) { return blocks.to * PANELS + 1; }
 };
 
 // How many blocks a row at a position reads of those that it sees.

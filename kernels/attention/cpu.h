@@ -1,8 +1,7 @@
 // Chunk attention over KV blocks; included once for each instruction set.
 //
-// A task is one KV head, a run of query rows and a run of key splits. Row `r` of a KV head is token
-// r / group, head r % group. A task walks over the key blocks once, four rows at a time, with the
-// online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8 blocks both products are
+// A task is one KV head, a run of query rows (see `RowOrder`) and a run of key splits. It walks over the key
+// blocks once, four rows at a time, with the online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8 blocks both products are
 // made of integers:
 //
 //     q = (254 code + fine code) * q_scale, 16 bits a row     score = q_scale * k_scale[j] * (q . k)
@@ -82,19 +81,19 @@ struct AttendTask {
     float* parts;
     edgellm::BlockPlace next;
     edgellm::BlockList chosen;  // blocks that all rows read; without any: those that they see
-    edgellm::BlockLists lists;  // those that rows of whole blocks of positions read
+    edgellm::PanelLists lists;  // what rows of whole blocks of positions read
 };
 
 #include "best_blocks.h"
-#include "heavy_blocks.h"
+#include "heavy_panels.h"
 #include "key_shares.h"
 
 template <typename Rows>
 class Walk {
 public:
     Walk(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task)
-        : kv_(kv), queries_(queries), task_(task), group_(queries.heads / kv.kv_heads),
-          step_(padded(kv.value_dim())),
+        : kv_(kv), queries_(queries), task_(task), order_(queries.order(kv.kv_heads)),
+          first_(queries.start + order_[task.first].token), step_(padded(kv.value_dim())),
           blocks_(task.chosen.count
                       ? task.chosen
                       : edgellm::blocks_seen(kv, position(task.rows - 1), task.layer, task.kv_head)),
@@ -110,8 +109,8 @@ public:
 
     void run() {
         for (int r = 0; r < task_.rows; ++r) {
-            const int row = task_.first + r, head = task_.kv_head * group_ + row % group_;
-            const size_t at = size_t(row / group_) * queries_.heads + head;
+            const auto [token, head] = order_[task_.first + r];
+            const size_t at = size_t(token) * queries_.heads + task_.kv_head * order_.group + head;
             rows_.set_query(r, queries_.q + at * kv_.key_dim(), queries_.scale);
             task_.parts[size_t(r) * (kv_.value_dim() + 2) + 1] = 0;
         }
@@ -125,7 +124,10 @@ private:
         return Rows::bytes(kv_) + 64 + 4 * floats;
     }
 
-    int position(int r) const { return queries_.start + (task_.first + r) / group_; }
+    // Rows by head are those of one head.
+    int position(int r) const {
+        return order_.by_head ? first_ + r : queries_.start + (task_.first + r) / order_.group;
+    }
 
     edgellm::BlockPlace place(int i) const {
         return kv_.place(blocks_[i] * edgellm::BLOCK, position(0), task_.layer, task_.kv_head);
@@ -143,7 +145,10 @@ private:
         for (; i < end; ++i) {
             const int base = blocks_[i] * edgellm::BLOCK, count = std::min(edgellm::BLOCK, keys - base);
             const bool last = i + 1 == blocks_.count || (i + 1 == end && s + 1 == task_.to);
-            rows_.open(place(i), last ? task_.next : place(i + 1), count);
+            if (blocks_.whole(i))
+                rows_.open(place(i), last ? task_.next : place(i + 1), count);
+            else if constexpr (std::is_same_v<Rows, Int8Rows>)
+                rows_.gather(blocks_.panels + i * edgellm::PANELS, task_.layer, task_.kv_head);
             tiles<true>(0, std::min(TILE, task_.rows), base, count);
             tiles<false>(TILE, task_.rows, base, count);
         }
@@ -192,7 +197,8 @@ private:
     const edgellm::KV& kv_;
     const edgellm::Queries& queries_;
     const AttendTask& task_;
-    const int group_, step_;
+    const edgellm::RowOrder order_;
+    const int first_, step_;
     const edgellm::BlockList blocks_;
     char* memory_;
     Rows rows_;
@@ -215,16 +221,16 @@ inline void attend_alike(const edgellm::KV& kv, const edgellm::Queries& queries,
 
 // Where blocks are sealed, left out or chosen, the rows of a block agree on which ones they read, and how.
 inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task) {
-    const bool choose = task.lists.of.from < task.lists.of.to;
-    if (task.chosen.count || !(kv.seals() || kv.recent || choose)) return attend_alike(kv, queries, task);
-    const int group = queries.heads / kv.kv_heads;
+    const edgellm::RowOrder order = queries.order(kv.kv_heads);
+    if (task.chosen.count || !(kv.seals() || kv.recent || order.by_head)) return attend_alike(kv, queries, task);
     for (int done = 0; done < task.rows;) {
         AttendTask part = task;
         part.first += done;
-        const int token = part.first / group, in_block = (queries.start + token) % edgellm::BLOCK;
-        part.rows = std::min(task.rows - done, (token + edgellm::BLOCK - in_block) * group - part.first);
+        const auto [token, head] = order[part.first];
+        const int end = order.block_of(token).end;
+        part.rows = std::min(task.rows - done, order.by_head ? end - token : end * order.group - part.first);
         part.parts += size_t(done) * (kv.value_dim() + 2);
-        part.chosen = task.lists[(queries.start + token) / edgellm::BLOCK];
+        part.chosen = task.lists.read((queries.start + token) / edgellm::BLOCK, task.kv_head * order.group + head);
         attend_alike(kv, queries, part);
         done += part.rows;
     }
@@ -239,32 +245,32 @@ inline void finish_row(const edgellm::KV& kv, const float* part, const float* si
 
 inline void attend(const edgellm::AttendCall& call) {
     const edgellm::Queries& queries = call.queries;
-    const int value_dim = call.kv.value_dim(), group = queries.heads / call.kv.kv_heads;
-    const int all = queries.tokens * group, run = queries.kv_read ? group : edgellm::ROWS_PER_TASK;
+    const edgellm::RowOrder order = queries.order(call.kv.kv_heads);
+    const int value_dim = call.kv.value_dim(), group = order.group, all = queries.tokens * group;
+    const int run = queries.kv_read ? group : order.by_head ? edgellm::ROWS_BY_HEAD : edgellm::ROWS_PER_TASK;
     const int tasks = (all + run - 1) / run;
     const edgellm::BlockRange sparse = edgellm::sparse_blocks(queries.start, queries.tokens, queries.mass);
-    const int choosing = sparse.to - sparse.from;
-    const size_t stride = sparse.to + 1;
-    std::vector<int32_t> lists(call.kv.kv_heads * choosing * stride);
-    edgellm::parallel(call.kv.kv_heads * choosing, call.threads, [&](int index) {
-        const int kv_head = index / choosing, block = sparse.from + index % choosing;
-        choose_heavy(call.kv, queries, call.layer, kv_head, block, lists.data() + index * stride);
+    edgellm::PanelLists lists{nullptr, edgellm::PanelLists::stride_for(sparse), queries.heads, sparse};
+    std::vector<int32_t> chosen_panels(lists.count() * lists.stride);
+    lists.lists = chosen_panels.data();
+    edgellm::parallel(lists.count(), call.threads, [&](int index) {
+        choose_panels(call.kv, queries, call.layer, index % queries.heads, sparse.from + index / queries.heads, lists);
     });
     edgellm::parallel(call.kv.kv_heads * tasks, call.threads, [&](int index) {
         static thread_local float parts[edgellm::ROWS_PER_TASK * (edgellm::MAX_HEAD_DIM + 2)];
         AttendTask task{call.layer, index / tasks, index % tasks * run, 0, 0, 0, parts, {}, {}, {}};
-        task.lists = {lists.data() + task.kv_head * choosing * stride, stride, sparse};
+        task.lists = lists;
         task.next = {call.kv.first_row(0, call.layer, task.kv_head), false};
         task.rows = std::min(run, all - task.first);
-        const int last = queries.start + (task.first + task.rows - 1) / group;
         std::vector<int32_t> chosen(queries.kv_read / edgellm::BLOCK);
         if (queries.kv_read) task.chosen = choose_blocks(call.kv, queries, task, chosen.data());
-        task.to = queries.kv_read ? task.chosen.splits() : edgellm::split_count(last + 1);
+        task.to = queries.kv_read ? task.chosen.splits() : edgellm::split_count(queries.start + queries.tokens);
         attend_rows(call.kv, queries, task);
         for (int r = 0; r < task.rows; ++r) {
-            const int row = task.first + r, head = task.kv_head * group + row % group;
+            const auto [token, in_group] = order[task.first + r];
+            const int head = task.kv_head * group + in_group;
             const float* part = parts + size_t(r) * (value_dim + 2);
-            float* out = call.out + (size_t(row / group) * queries.heads + head) * value_dim;
+            float* out = call.out + (size_t(token) * queries.heads + head) * value_dim;
             finish_row(call.kv, part, queries.sinks, head, out);
         }
     });

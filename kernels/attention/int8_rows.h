@@ -163,7 +163,7 @@ class Int8Rows {
 public:
     static size_t bytes(const edgellm::KV& kv) {
         return CodedQueries::bytes(kv.head_dim) + CodedQueries::bytes(kv.latent) + 2 * TILE * edgellm::BLOCK +
-               edgellm::BLOCK * size_t(kv.latent);
+               edgellm::BLOCK * (size_t(kv.latent) + kv.head_dim + kv.value_dim() + 2 * sizeof(float));
     }
 
     Int8Rows(const edgellm::KV& kv, char* memory)
@@ -171,7 +171,9 @@ public:
           latent_queries_(memory + CodedQueries::bytes(kv.head_dim), kv.latent) {
         high_ = reinterpret_cast<int8_t*>(memory) + CodedQueries::bytes(kv.head_dim) + CodedQueries::bytes(kv.latent);
         low_ = high_ + TILE * edgellm::BLOCK;
-        latents_ = low_ + TILE * edgellm::BLOCK;
+        scales_ = reinterpret_cast<float*>(low_ + TILE * edgellm::BLOCK);
+        latents_ = reinterpret_cast<int8_t*>(scales_ + 2 * edgellm::BLOCK);
+        gathered_ = latents_ + edgellm::BLOCK * size_t(kv.latent);
     }
 
     void set_query(int r, const float* q, float norm) {
@@ -189,6 +191,28 @@ public:
         k_to_next_ = rows * head_dim_;
         v_to_next_ = rows * value_dim_;
         if (kv_.latent) turn_latents(count);
+    }
+
+    // Panels of any blocks, which are copied beside each other: 16 KB for heads of 64 numbers, for all rows of a task.
+    void gather(const int32_t* panels, int layer, int kv_head) {
+        int8_t *k = gathered_, *v = gathered_ + edgellm::BLOCK * size_t(head_dim_);
+        const auto copy = [](auto* to, const void* from, size_t row, int i, size_t width) {
+            const size_t bytes = edgellm::KEYS * width * sizeof(*to);
+            std::memcpy(reinterpret_cast<char*>(to) + i * bytes, static_cast<const char*>(from) + row * width * sizeof(*to), bytes);
+        };
+        for (int i = 0; i < edgellm::PANELS; ++i) {
+            const size_t row = kv_.first_row(panels[i] * edgellm::KEYS, layer, kv_head) +
+                               panels[i] % edgellm::PANELS * edgellm::KEYS;
+            copy(k, kv_.k, row, i, head_dim_);
+            copy(v, kv_.v, row, i, value_dim_);
+            copy(scales_, kv_.k_scale, row, i, 1);
+            copy(scales_ + edgellm::BLOCK, kv_.v_scale, row, i, 1);
+        }
+        k_ = k;
+        v_ = v;
+        k_scale_ = scales_;
+        v_scale_ = scales_ + edgellm::BLOCK;
+        k_to_next_ = v_to_next_ = 0;
     }
 
     template <int R, bool AHEAD>
@@ -310,7 +334,8 @@ protected:
 
 private:
     CodedQueries queries_, latent_queries_;
-    int8_t* latents_;
+    float* scales_;  // of gathered panels
+    int8_t *latents_, *gathered_;
 };
 
 // Blocks of 4 bits are made 8 one by one. Their values went through the Hadamard transform as well;

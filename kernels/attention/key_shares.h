@@ -6,7 +6,8 @@
 template <typename Rows>
 inline void raise_shares_of(const edgellm::KV& kv, const edgellm::Queries& queries, int layer, int kv_head, int from,
                             int to, const float* sums, float* shares) {
-    const int group = queries.heads / kv.kv_heads, all = queries.tokens * group;
+    const edgellm::RowOrder order = queries.order(kv.kv_heads);
+    const int all = queries.tokens * order.group, first_head = kv_head * order.group;
     float* scores = static_cast<float*>(edgellm::scratch(4 * TILE * edgellm::BLOCK + Rows::bytes(kv)));
     Rows rows(kv, reinterpret_cast<char*>(scores + TILE * edgellm::BLOCK));
     const auto tile = [&](auto count, int first, int r, float* of_keys) {
@@ -14,7 +15,7 @@ inline void raise_shares_of(const edgellm::KV& kv, const edgellm::Queries& queri
         for (int i = 0; i < count(); ++i) {
             float* score = scores + i * edgellm::BLOCK;
             if (queries.softcap > 0) soft_cap(score, edgellm::BLOCK, queries.softcap);
-            const int row = first + r + i, head = kv_head * group + row % group;
+            const int row = first + r + i, head = first_head + order[row].head;
             const float* sum = sums + size_t(row) * (kv.value_dim() + 2);
             const float total = sum[1] + (queries.sinks ? std::exp(queries.sinks[head] - sum[0]) : 0);
             const Vec top = splat(sum[0]), inverse = splat(1 / total);
@@ -25,8 +26,8 @@ inline void raise_shares_of(const edgellm::KV& kv, const edgellm::Queries& queri
     for (int first = 0; first < all; first += edgellm::ROWS_PER_TASK) {
         const int count = std::min(edgellm::ROWS_PER_TASK, all - first);
         for (int r = 0; r < count; ++r) {
-            const int row = first + r;
-            const size_t at = size_t(row / group) * queries.heads + kv_head * group + row % group;
+            const auto [token, head] = order[first + r];
+            const size_t at = size_t(token) * queries.heads + first_head + head;
             rows.set_query(r, queries.q + at * kv.key_dim(), queries.scale);
         }
         for (int block = from; block < to; ++block) {

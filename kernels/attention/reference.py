@@ -53,35 +53,31 @@ def attend(
     return out
 
 
-def heavy_blocks(
+def heavy_panels(
     q: NDArray[np.floating], k: NDArray[np.floating], mass: float, *, scale: float | None = None
-) -> list[int]:
-    """Return the key blocks that a whole block of query positions reads for a KV head, in order.
+) -> NDArray[np.intp]:
+    """Return the panels of keys that a head reads at a whole block of query positions, in order.
 
-    The first one, its own and the one before, and for each head the fewest others with which they
-    have `mass` of its attention, as told by the antidiagonals of tiles of 16 queries and 16 keys.
+    Those of the first block, of its own and the one before, and the fewest others, as many as whole
+    blocks have, with which they have `mass` of the attention of every sixteenth query.
 
     Args:
-        q: its queries `[128, H, D]`, those of the last 128 keys.
+        q: its queries `[128, D]`, those of the last 128 keys.
         k: keys `[n, D]`, a multiple of 128.
     """
-    own, tiles = len(k) // BLOCK - 1, BLOCK // PANEL
-    keys = k.astype(np.float64).reshape(-1, PANEL, k.shape[1])
-    queries = q.astype(np.float64).reshape(tiles, PANEL, *q.shape[1:])[:, ::-1]
-    scores = np.einsum("irhd,jrd->hij", queries, keys) / PANEL
+    panels, of_block = len(k) // PANEL, BLOCK // PANEL
+    scores = q[PANEL - 1 :: PANEL].astype(np.float64) @ k.astype(np.float64).T
     scores *= q.shape[-1] ** -0.5 if scale is None else scale
-    later = np.arange(len(keys)) > own * tiles + np.arange(tiles)[:, None]
-    scores[:, later] = -np.inf
+    last = len(k) - BLOCK + np.arange(PANEL - 1, BLOCK, PANEL)
+    scores[np.arange(len(k)) > last[:, None]] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    taken = set[int]()
-    for of_head in weights:
-        of_blocks = of_head.sum(0).reshape(-1, tiles).sum(-1)
-        chosen = list({0, max(own - 1, 0), own})
-        for block in np.argsort(-of_blocks):
-            if of_blocks[chosen].sum() >= mass * of_blocks.sum():
-                break
-            if block not in chosen:
-                chosen.append(int(block))
-        taken.update(chosen)
-    return sorted(taken)
+    of_panels = weights.sum(0).reshape(panels, PANEL).sum(-1)
+    block = np.arange(panels) // of_block
+    taken = (block == 0) | (block >= panels // of_block - 2)
+    for count, panel in enumerate(np.argsort(np.where(taken, np.inf, -of_panels))):
+        held = of_panels[taken].sum() >= mass * of_panels.sum()
+        if taken.all() or (held and count % of_block == 0):
+            break
+        taken[panel] = True
+    return np.flatnonzero(taken)

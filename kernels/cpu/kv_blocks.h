@@ -10,6 +10,7 @@ namespace edgellm {
 
 constexpr int BLOCK = 128;
 constexpr int KEYS = 16;  // keys that share a panel
+constexpr int PANELS = BLOCK / KEYS;
 
 // In the order of KVFormat in kernels/kv_blocks.py.
 enum Format : int32_t { INT8, INT4, F16, F32, K8V4, K4V4, K4V2 };

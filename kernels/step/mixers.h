@@ -325,27 +325,22 @@ protected:
                 span.kv_read, heads.sparse ? span.mass : 0, layer.scale, layer.softcap, layer.sinks};
     }
 
-    // The lists of blocks that whole blocks of a span's positions read, for a KV head; they share the place of `chosen`.
-    edgellm::BlockLists lists(const edgellm::Heads& heads, int s, int kv_head) const {
+    // What whole blocks of a span's positions read; the lists share the place of `chosen`.
+    edgellm::PanelLists lists(const edgellm::Heads& heads, int s) const {
         const edgellm::Span& span = call_.spans[s];
         const edgellm::BlockRange blocks = span.sparse_blocks();
         if (!heads.sparse || blocks.from == blocks.to) return {};
         const int first = (places_.spans[s].row + blocks.from * edgellm::BLOCK - span.start) / edgellm::BLOCK;
-        return {chosen(heads, first, kv_head), size_t(heads.kv_heads) * places_.chosen, blocks};
+        const size_t stride = places_.chosen;
+        return {b_.chosen + size_t(first) * heads.heads * stride, stride, heads.heads, blocks};
     }
 
     // Chooses what whole blocks of positions read.
     void choose_by_mass(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        const auto items = [&](int s) {
-            const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
-            return (blocks.to - blocks.from) * heads.kv_heads;
-        };
-        each_of_spans(worker, items, [&](int s, int item) {
-            const edgellm::BlockRange blocks = call_.spans[s].sparse_blocks();
-            const int block = blocks.to - 1 - item / heads.kv_heads, kv_head = item % heads.kv_heads;
-            const edgellm::BlockLists lists = this->lists(heads, s, kv_head);
-            int32_t* list = const_cast<int32_t*>(lists.lists) + (block - blocks.from) * lists.stride;
-            choose_heavy(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, kv_head, block, list);
+        each_of_spans(worker, [&](int s) { return lists(heads, s).count(); }, [&](int s, int item) {
+            const edgellm::PanelLists lists = this->lists(heads, s);
+            choose_panels(kv_of(layer, s), queries_of(layer, heads, s), layer.slot, item % heads.heads,
+                          lists.of.to - 1 - item / heads.heads, lists);
         });
     }
 
@@ -386,7 +381,7 @@ protected:
         if (!heads.spans[at.span].chooses) return {};
         const int row = places_.spans[at.span].row + at.run;
         return {chosen(heads, row, at.kv_head),
-                edgellm::blocks_read(position(row), call_.spans[at.span].kv_read), 0, 0};
+                edgellm::blocks_read(position(row), call_.spans[at.span].kv_read), 0, 0, nullptr};
     }
 
     // The block that a task begins with.
@@ -408,22 +403,23 @@ protected:
             const edgellm::Tasks& tasks = heads.spans[at.span];
             const int first = at.run * tasks.run, rows = std::min(tasks.run, span.rows * heads.group - first);
             const edgellm::BlockList blocks = chosen(heads, at);
-            const int last = span.start + (first + rows - 1) / heads.group;
-            const int all = blocks.count ? blocks.splits() : edgellm::split_count(last + 1);
+            const int all = blocks.count ? blocks.splits() : edgellm::split_count(span.start + span.rows);
             const int from = tasks.splits == 1 ? 0 : at.split, to = tasks.splits == 1 ? all : from + 1;
             // threads that are equally fast take turns
             const Attention next = attention_of(heads, std::min(item + call_.threads, items - 1));
             attend_rows(kv_of(layer, at.span), queries_of(layer, heads, at.span),
                         {layer.slot, at.kv_head, first, rows, from, to,
                          part(heads, at.span, at.split, at.kv_head, first), first_place(layer, heads, next), blocks,
-                         lists(heads, at.span, at.kv_head)});
+                         lists(heads, at.span)});
         });
     }
 
     // What a head of a row comes to over all splits of the keys, `out` [value_dim].
     void join_head(const edgellm::Layer& layer, const edgellm::Heads& heads, int r, int head, float* out) const {
-        const int span = span_of_[r], group = heads.group, kv_head = head / group;
-        const int row = (r - places_.spans[span].row) * group + head % group;
+        const int span = span_of_[r], kv_head = head / heads.group;
+        const int row = queries_of(layer, heads, span)
+                            .order(heads.kv_heads)
+                            .row(r - places_.spans[span].row, head % heads.group);
         float* sum = part(heads, span, 0, kv_head, row);
         for (int s = 1; s < heads.spans[span].splits; ++s)
             join(sum, part(heads, span, s, kv_head, row), heads.value_dim);

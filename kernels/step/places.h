@@ -39,7 +39,7 @@ struct Places {
     std::vector<Heads> kinds;  // those that layers have
     std::vector<int> kind_of;  // of each layer that attends
     int chosen = 0;            // blocks that a row may choose at most, or numbers of the list of a block of rows
-    int choosing = 0;          // rows, or blocks of them, that have a place for what they choose
+    int choosing = 0;          // rows, or blocks of them, whose heads have a place for what they choose
     bool sparse = false;       // whether blocks of rows choose
 };
 
@@ -54,7 +54,7 @@ inline Heads heads_of(const StepCall& call, const Layer& layer, bool chooses, bo
         Tasks& tasks = result.spans.back();
         const int rows = span.rows * result.group, last = span.start + span.rows - 1;
         tasks.chooses = chooses && span.chooses();
-        tasks.run = tasks.chooses ? result.group : ROWS_PER_TASK;
+        tasks.run = tasks.chooses ? result.group : sparse && span.mass > 0 ? ROWS_BY_HEAD : ROWS_PER_TASK;
         tasks.runs = (rows + tasks.run - 1) / tasks.run;
         BlockList blocks = blocks_seen(kv, last, 0, 0);
         if (span.heads) blocks.count += span.heads[layer.pool].most - span.heads[layer.pool].first;
@@ -80,7 +80,7 @@ inline Places places_of(const StepCall& call) {
         if (blocks.from < blocks.to) {  // in layers whose blocks rows do not choose one by one
             places.sparse = true;
             places.choosing = call.count / BLOCK + 1;
-            places.chosen = std::max(places.chosen, blocks.to + 1);
+            places.chosen = std::max(places.chosen, int(PanelLists::stride_for(blocks)));
         }
     }
     for (int l = 0; l < call.model->layer_count; ++l) {

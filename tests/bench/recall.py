@@ -1,15 +1,15 @@
-"""The share of attention that blocks of a long prompt have which `prefill_mass` reads.
+"""The share of attention that keys of a long prompt have which `prefill_mass` reads.
 
-    python tests/bench/recall.py MODEL.gguf [--length 8000] [--masses 0.98,0.95,0.9] [--every 4]
+    python tests/bench/recall.py MODEL.gguf [--length 8000] [--masses 0.99,0.98,0.95] [--every 4]
 
 Queries and keys are those of transformers in float32, of the first text of `fidelity.py`'s; the
-blocks are those of `heavy_blocks` in `kernels/attention/reference.py`. For each layer and KV head,
-and every so many blocks of queries from token 4,096 on:
+panels of 16 keys are those of `heavy_panels` in `kernels/attention/reference.py`. For each layer
+and head, and every so many blocks of queries from token 4,096 on:
 
-* recall: weights of the softmax that the blocks read have, on average of all queries and heads, and
+* recall: weights of the softmax that the keys read have, on average of all queries and heads, and
   of the tenth and the hundredth part of them that has least;
-* best: the same average for as many blocks, chosen by the weights of all heads themselves, none of
-  them without being asked;
+* best: the same average for as many panels, chosen by the weights of all queries themselves, none
+  of them without being asked;
 * last 64: for as many, chosen by the weights of the block's last 64 queries, as MInference
   (arXiv:2407.02490) estimates its vertical lines.
 """
@@ -24,21 +24,21 @@ import numpy as np
 from fidelity import Judge, default_texts, windows_of
 from numpy.typing import NDArray
 
-from edgellm.kernels.attention.reference import heavy_blocks
-from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
+from edgellm.kernels.attention.reference import heavy_panels
+from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS, PANEL
 
 Floats = NDArray[np.float32]
 
 
 def weights_of(q: Floats, k: Floats, scale: float) -> Floats:
-    """Weights of blocks `[H, 128, n / 128]`; queries `[H, 128, D]` are at the end of `[n, D]`."""
+    """Weights of panels `[128, n / 16]`; queries `[128, D]` are at the end of `[n, D]`."""
     scores = q @ k.T * scale
     later = np.arange(len(k)) > len(k) - BLOCK + np.arange(BLOCK)[:, None]
-    scores[:, later] = -np.inf
+    scores[later] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    of_blocks: Floats = weights.reshape(len(q), BLOCK, -1, BLOCK).sum(-1)
-    return of_blocks
+    of_panels: Floats = weights.reshape(BLOCK, -1, PANEL).sum(-1)
+    return of_panels
 
 
 class Recall:
@@ -52,18 +52,18 @@ class Recall:
         self.read: list[float] = []
 
     def add(self, q: Floats, k: Floats, weights: Floats, scale: float) -> None:
-        taken = heavy_blocks(q.transpose(1, 0, 2), k, self.mass, scale=scale)
+        taken = heavy_panels(q, k, self.mass, scale=scale)
         self.read.append(len(taken) / weights.shape[-1])
         self.of_rows.append(weights[..., taken].sum(-1).ravel())
-        for found, queries in ((self.best, weights), (self.last, weights[:, -64:])):
-            largest = np.argsort(-queries.sum((0, 1)))[: len(taken)]
+        for found, queries in ((self.best, weights), (self.last, weights[-64:])):
+            largest = np.argsort(-queries.sum(0))[: len(taken)]
             found.append(float(weights[..., largest].sum(-1).mean()))
 
     def __str__(self) -> str:
         rows = np.concatenate(self.of_rows)
         tenth, hundredth = np.quantile(rows, (0.1, 0.01))
         return (
-            f"{self.mass}: blocks read {np.mean(self.read):.1%}, recall {rows.mean():.2%}, a tenth "
+            f"{self.mass}: keys read {np.mean(self.read):.1%}, recall {rows.mean():.2%}, a tenth "
             f"has less than {tenth:.2%}, a hundredth less than {hundredth:.2%}; best "
             f"{np.mean(self.best):.2%}, last 64 {np.mean(self.last):.2%}"
         )
@@ -75,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model")
     parser.add_argument("--length", type=int, default=8000)
-    parser.add_argument("--masses", default="0.98,0.95,0.9")
+    parser.add_argument("--masses", default="0.99,0.98,0.95")
     parser.add_argument("--every", type=int, default=4)
     arguments = parser.parse_args()
     recalls = [Recall(float(mass)) for mass in arguments.masses.split(",")]
@@ -87,8 +87,8 @@ def main() -> None:
         group, scale = len(q) // len(k), options.get("scaling") or query.shape[-1] ** -0.5
         ends = range(DENSE_POSITIONS + BLOCK, k.shape[1] + 1, BLOCK * arguments.every)
         for end in ends:
-            for head, keys in enumerate(k[:, :end]):
-                rows = q[head * group : (head + 1) * group, end - BLOCK : end]
+            for head, rows in enumerate(q[:, end - BLOCK : end]):
+                keys = k[head // group, :end]
                 weights = weights_of(rows, keys, scale)
                 for recall in recalls:
                     recall.add(rows, keys, weights, scale)

@@ -12,6 +12,7 @@ from edgellm.kernels.kv_append.reference import round_trip
 from edgellm.kernels.kv_blocks import (
     BLOCK,
     DENSE_POSITIONS,
+    PANEL,
     KVBlocks,
     KVFormat,
     allocate,
@@ -19,21 +20,22 @@ from edgellm.kernels.kv_blocks import (
 )
 
 # Positions whose blocks 32 and 33 are whole, and those before and behind them.
+PANELS = BLOCK // PANEL
 START, END = DENSE_POSITIONS - 40, DENSE_POSITIONS + 2 * BLOCK + 30
 TABLE = [(7 * i + 3) % 37 for i in range(35)]
 
 
 def inputs(heads: int, kv_heads: int, head_dim: int) -> list[np.ndarray]:
-    """Q, K and V; a few blocks of keys have most of the attention, others for each KV head."""
+    """Q, K and V; some keys have most of the attention, others for each KV head."""
     rng = np.random.default_rng(heads + head_dim)
     q = rng.standard_normal((END - START, heads, head_dim)).astype(np.float32)
     k, v = rng.standard_normal((2, END, kv_heads, head_dim)).astype(np.float32)
     towards = rng.standard_normal((kv_heads, head_dim)).astype(np.float32)
     q += np.repeat(towards, heads // kv_heads, axis=0)
     for kv_head in range(kv_heads):
-        for n, block in enumerate(rng.permutation(32)[:6]):
-            at = slice(block * BLOCK, (block + 1) * BLOCK)
-            k[at, kv_head] += (0.9 - 0.08 * n) * towards[kv_head]
+        for n, panel in enumerate(rng.permutation(32 * PANELS)[:50]):
+            at = slice(panel * PANEL, (panel + 1) * PANEL)
+            k[at, kv_head] += (0.9 - 0.008 * n) * towards[kv_head]
     return [q, k, v]
 
 
@@ -48,7 +50,7 @@ def filled(k: np.ndarray, v: np.ndarray) -> KVBlocks:
     ("heads", "kv_heads", "head_dim"), [(3, 1, 64), (2, 2, 8), (4, 2, 24), (5, 1, 80)]
 )
 @pytest.mark.usefixtures("poisoned")
-def test_whole_blocks_read_those_that_the_reference_chooses(
+def test_whole_blocks_read_the_panels_that_the_reference_chooses(
     use_isa: UseISA, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     q, k, v = inputs(heads, kv_heads, head_dim)
@@ -58,15 +60,15 @@ def test_whole_blocks_read_those_that_the_reference_chooses(
     sizes = []
     for first in (DENSE_POSITIONS, DENSE_POSITIONS + BLOCK):
         rows = slice(first - START, first - START + BLOCK)
-        for h in range(kv_heads):
-            of_head = slice(h * group, (h + 1) * group)
-            keys = held[0][: first + BLOCK, h]
-            chosen = reference.heavy_blocks(q[rows, of_head], keys, 0.8)
-            at = np.concatenate([np.arange(b * BLOCK, (b + 1) * BLOCK) for b in chosen])
-            read = [each[at, h, None] for each in held]
-            expected[rows, of_head] = reference.attend(q[rows, of_head], *read, len(at) - BLOCK)
+        for h in range(heads):
+            keys = held[0][: first + BLOCK, h // group]
+            chosen = reference.heavy_panels(q[rows, h], keys, 0.8)
+            at = (chosen[:, None] * PANEL + np.arange(PANEL)).ravel()
+            read = [each[at, h // group, None] for each in held]
+            one = slice(h, h + 1)
+            expected[rows, one] = reference.attend(q[rows, one], *read, len(at) - BLOCK)
             sizes.append(len(chosen))
-    assert 4 <= min(sizes) <= max(sizes) < 30
+    assert 4 * PANELS <= min(sizes) <= max(sizes) < 30 * PANELS
     for isa in HERE:
         found = native.attend(use_isa(isa), blocks, TABLE, 1, q, START, prefill_mass=0.8)
         np.testing.assert_allclose(found, expected, atol=5e-4, rtol=0, err_msg=isa)
