@@ -128,10 +128,10 @@ class EngineOptions:
             memory is short, and reads them back. The answers are the same, and the file is gone
             when the process ends. None: they are in memory.
         prefill_mass: with int8 and the native kernels, share of the attention that a block of 128
-            tokens of a prompt keeps from token 4,096 on, such as 0.98: it reads the first block,
-            itself, the one before, and those others that take most of it. What is left over behind
-            the last whole block of a prompt, and answers, read all, and are for their own session
-            alone. None: all read all.
+            tokens of a prompt keeps from token 4,096 on, such as 0.99: each head reads the first
+            block, itself, the one before, and those others, 16 at a time, that take most of it.
+            What is left over behind the last whole block of a prompt, and answers, read all, and
+            are for their own session alone. None: all read all.
         ctx_size: tokens of one session; 0: the model's own number. None: the model's own number as
             far as a full KV cache takes a quarter of the memory at most, and half of what is free;
             at most 4096 where the cache is on a GPU.

@@ -145,7 +145,9 @@ def _hidden(model: StepBackend, cache: KVCache, parts: Sequence[list[int]]) -> F
 class _PackedSegment(ExpertSegment):
     """A segment on packed weights, whose products are those of the step."""
 
-    def __init__(self, config: ModelConfig, index: int, model: StepBackend, weights: Weights) -> None:
+    def __init__(
+        self, config: ModelConfig, index: int, model: StepBackend, weights: Weights
+    ) -> None:
         super().__init__(config, index, partial(_packed, weights))
         self._model = model
 

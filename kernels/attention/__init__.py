@@ -41,8 +41,8 @@ def attend(
         window: number of positions that a query sees, its own included; None: all positions.
         kv_read: tokens that a query reads at most, in whole blocks, see `sealed_blocks.py`; None:
             all that it sees.
-        prefill_mass: share of the attention, about, that a whole block of queries from position
-            4,096 on reads in C++, above 0, of int8 blocks; None: all.
+        prefill_mass: share of the attention, about, that each head reads at a whole block of
+            queries from position 4,096 on in C++, above 0, of int8 blocks; None: all.
         scale: factor of the scores; None is `D ** -0.5`.
         softcap: soft cap, if any: scores `s` become `softcap * tanh(s / softcap)`.
         sinks: for each head a score without key and value, `[H]`, as it enters the softmax.
