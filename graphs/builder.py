@@ -117,7 +117,8 @@ class GraphBuilder:
         """Add a small array that is kept inside the graph; equal arrays are shared."""
         array = np.asarray(value, dtype)
         key = "_".join(str(n) for n in array.reshape(-1).tolist())
-        return self.weight(ir.tensor(array, name=f"{array.dtype.name}_{array.ndim}d_{key}"))
+        # `ir.tensor` looks at what it is given through protocols: a sixth of an export's time
+        return self.weight(ir.Tensor(array, name=f"{array.dtype.name}_{array.ndim}d_{key}"))
 
     def op(
         self, kind: str, *inputs: ir.Value | None, domain: str = "", **attributes: Any
