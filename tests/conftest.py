@@ -16,7 +16,7 @@ import threading
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +160,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pool() -> None:
     """ONNX Runtime's pool, whose size would else be the choice of whichever test loads first."""
     thread_pool.start(None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waits_for_the_disk() -> Iterator[None]:
+    """Nobody pulls the plug of a test: an export waits forty times for 8 ms.
+
+    What is synced when is tested with a model of a disk, and processes of their own do wait.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", os.fstat)  # which also refuses what is not open
+        yield
 
 
 @pytest.fixture(scope="session")
