@@ -114,12 +114,11 @@ def test_rows_read_the_best_blocks_alone(
     q = np.random.default_rng(1).standard_normal((len(k), heads, head_dim)).astype(np.float32)
     q *= 4 / np.linalg.norm(k, axis=-1).mean()
     group, read, expected = heads // kv_heads, {}, {}
+    hot = [round_trip(each, "k4v4", key=each is k) for each in (k, v)]
     for position in (511, 512, 767, 768, 1000, 1023):
         held = [
-            with_sealed(
-                each, round_trip(each, "k4v4", key=each is k), "k4v4", position, key=each is k
-            )
-            for each in (k, v)
+            with_sealed(each, kept, "k4v4", position, key=each is k)
+            for each, kept in zip((k, v), hot, strict=True)
         ]
         of_heads = [
             best_blocks(q[position, h * group : (h + 1) * group], held[0][:, h], position, kv_read)

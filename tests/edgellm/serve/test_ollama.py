@@ -132,13 +132,13 @@ def test_stop_and_limits(client: ollama.Client) -> None:
 
 
 def test_a_full_context_goes_on_where_it_shifts(server: Running) -> None:
-    size = server.llm.ctx_size
-    options = {"num_predict": size + 50, "ignore_eos": True, "seed": 1}
-    asked = {"model": "tiny", "prompt": "a", "stream": False, "options": options}
+    options = {"num_predict": 150, "ignore_eos": True, "seed": 1}
+    prompt = "a" * (server.llm.ctx_size - 100)
+    asked = {"model": "tiny", "prompt": prompt, "raw": True, "stream": False, "options": options}
     ended = server.post("/api/generate", asked).json()
     shifted = server.post("/api/generate", {**asked, "shift": True}).json()
     assert (ended["done_reason"], shifted["done_reason"]) == ("length", "length")
-    assert ended["eval_count"] < size < shifted["eval_count"] == size + 50
+    assert ended["eval_count"] <= 101 < shifted["eval_count"] == 150
 
 
 def test_embeddings(server: Running, client: ollama.Client) -> None:
