@@ -163,7 +163,7 @@ _LOADING = (
     ),
     _ENGINE(
         "prefill_mass",
-        "Share of the attention that prompts keep from token 4,096 on, such as 0.98 (C++ kernels "
+        "Share of the attention that prompts keep from token 4,096 on, such as 0.99 (C++ kernels "
         "and int8 alone): long ones are read sooner, and not quite as well.  [default: 1]",
         metavar="SHARE",
     ),
