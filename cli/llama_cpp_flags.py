@@ -30,7 +30,7 @@ _IGNORED: tuple[tuple[tuple[str, ...], click.ParamType[Any] | None, str], ...] =
     (("-tb", "--threads-batch"), click.INT, "-t is for prompts as well"),
 )
 # llama.cpp's types of the KV cache, and the formats nearest to them.
-KV_TYPES = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8", "q4_0": "int4"}
+KV_TYPES = {"f32": "f32", "f16": "f16", "bf16": "f16", "q8_0": "int8", "q4_0": "k4v4"}
 
 
 def ignored_options(command: Command) -> Command:

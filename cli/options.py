@@ -139,8 +139,7 @@ _LOADING = (
         default="int8",
         show_default=True,
         help="How the KV cache is stored: k4v4 halves int8 of long texts, k8v4 saves a quarter, "
-        "k4v2 three fifths (C++, or Triton by name); int4 halves it for all models, and costs "
-        "quality.",
+        "k4v2 three fifths (C++, or Triton by name).",
     ),
     _ENGINE(
         "kv_read",

@@ -1,9 +1,9 @@
 """Storage of the KV cache: fixed-size blocks in a pool, and a table of block ids per sequence.
 
-    k                 [blocks, layers, kv_heads, BLOCK/16, row/4, 16, 4]  int8, f16, f32 or uint8
-    v                 [blocks, layers, kv_heads, BLOCK/4, row, 4]
-    k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                   f32; int8 and int4 only
-    key_offset        [layers, kv_heads, head_dim]                          f32, or none
+    k                 [blocks, layers, kv_heads, BLOCK/16, head_dim/4, 16, 4]  int8, f16 or f32
+    v                 [blocks, layers, kv_heads, BLOCK/4, head_dim, 4]
+    k_scale, v_scale  [blocks, layers, kv_heads, BLOCK]                        f32; none for floats
+    key_offset        [layers, kv_heads, head_dim]                             f32, or none
 
 A block is one contiguous record over all layers of the pool, so that it can be written to disk or
 sent to a device as it is. Four dimensions of a key lie side by side, and four tokens of a value: a
@@ -13,14 +13,9 @@ four at a time. Sixteen keys share a panel, so that attention reads memory from 
 K is stored after RoPE and less `key_offset`, if the model has one. A vector subtracted from all
 keys changes each query's scores by one number, and so no softmax. It is a part that all keys have
 in common, so smaller numbers are left to round (see `edgellm/store/key_basis.py`). A row is a
-token's `head_dim` numbers of one KV head; int8 and int4 have one scale a row:
-
-    int8  value = code * scale, scale = max|value| / 127
-    int4  value = (2 code - 15) * scale, code 0 .. 15, scale = max|value| / 16; `head_dim / 2`
-          bytes, byte `i` with code `i` in its low half and code `i + head_dim / 2` in its high half
-
-where the values of a key, and of int4's V rows, are the row after the Hadamard transform
-(`hadamard/`). The largest number of a key is far larger than most; those of V are nearly alike.
+token's `head_dim` numbers of one KV head. An int8 row has one scale, max|number| / 127; its numbers
+are code * scale, of a key after the Hadamard transform (`hadamard/`). The largest number of a key
+is far larger than most; those of V are nearly alike.
 
 Formats that seal blocks, such as k4v4, have int8 rows whose V went through the transform as well;
 `sealed_blocks.py` has what becomes of them.
@@ -43,7 +38,7 @@ QUAD = 4
 PANEL = 16
 
 # In the order of `Format` in cpu/kv_blocks.h.
-KVFormat = Literal["int8", "int4", "f16", "f32", "k8v4", "k4v4", "k4v2"]
+KVFormat = Literal["int8", "f16", "f32", "k8v4", "k4v4", "k4v2"]
 
 
 @dataclass(frozen=True)
@@ -64,36 +59,18 @@ class Sealing:
         return 2 if self.value_bits == 2 else 1
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Rows of a format: the type of their elements, bits of a number, whether a row has a scale.
-
-    Keys of rows with scales are rounded after the Hadamard transform, V where `spread_values` says
-    so. `sealing` is what becomes of full blocks; None: they stay rows.
-    """
-
-    dtype: type[np.generic]
-    bits: int
-    scaled: bool = True
-    spread_values: bool = True
-    sealing: Sealing | None = None
-
-
-STORAGE: dict[KVFormat, Storage] = {
-    "int8": Storage(np.int8, 8, spread_values=False),
-    "int4": Storage(np.uint8, 4),
-    "f16": Storage(np.float16, 16, scaled=False, spread_values=False),
-    "f32": Storage(np.float32, 32, scaled=False, spread_values=False),
-    "k8v4": Storage(np.int8, 8, sealing=Sealing(8, 4)),
-    "k4v4": Storage(np.int8, 8, sealing=Sealing(4, 4)),
-    "k4v2": Storage(np.int8, 8, sealing=Sealing(4, 2)),
-}
-KV_FORMATS: tuple[str, ...] = get_args(KVFormat)
+KV_FORMATS: tuple[KVFormat, ...] = get_args(KVFormat)
 # Formats that seal full blocks, and those that keep all rows as they are.
-SEALED = tuple(name for name, storage in STORAGE.items() if storage.sealing is not None)
-ROW_FORMATS = tuple(name for name in STORAGE if name not in SEALED)
-SCALED = tuple(name for name, storage in STORAGE.items() if storage.scaled)
-SPREAD_VALUES = tuple(name for name, storage in STORAGE.items() if storage.spread_values)
+SEALINGS: dict[KVFormat, Sealing] = {
+    "k8v4": Sealing(8, 4),
+    "k4v4": Sealing(4, 4),
+    "k4v2": Sealing(4, 2),
+}
+SEALED = tuple(SEALINGS)
+ROW_FORMATS = tuple(name for name in KV_FORMATS if name not in SEALED)
+# Formats whose rows have scales, and the type of the numbers of each.
+SCALED: tuple[KVFormat, ...] = ("int8", *SEALED)
+DTYPES = {name: np.dtype({"f16": "f2", "f32": "f4"}.get(name, "i1")) for name in KV_FORMATS}
 # Where blocks of queries read a share of the attention (`attention/heavy_panels.h`): the format,
 # the first position, and the smallest share.
 MASS_FORMAT, DENSE_POSITIONS, LEAST_MASS = "int8", 4096, 0.01
@@ -202,8 +179,7 @@ class KVBlocks:
 
     @property
     def head_dim(self) -> int:
-        row = QUAD * self.k.shape[4] if self.latent else self.v.shape[4]
-        return int(row) * (2 if self.format == "int4" else 1)
+        return QUAD * int(self.k.shape[4])
 
     @property
     def value_dim(self) -> int:
@@ -213,11 +189,11 @@ class KVBlocks:
     def key_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
         """Return K of the token in a row of a block, `[Hkv, D]`."""
         quads = self.k[block, layer, :, row // PANEL, :, row % PANEL]
-        return self._unpacked(quads.reshape(self.kv_heads, -1))
+        return quads.reshape(self.kv_heads, -1)
 
     def value_rows(self, block: int, layer: int, row: int) -> NDArray[Any]:
         """Return V of the token in a row of a block, `[Hkv, D]`."""
-        return self._unpacked(self.v[block, layer, :, row // QUAD, :, row % QUAD])
+        return self.v[block, layer, :, row // QUAD, :, row % QUAD]
 
     def clear(self, table: BlockTable) -> None:
         """Fill blocks with zeros, which gives them memory; pages of a new pool have none yet."""
@@ -278,8 +254,6 @@ class KVBlocks:
         v: NDArray[Any],
     ) -> None:
         """Write rows `[C, Hkv, D]` of K and V at positions `start .. start + C` of a sequence."""
-        if self.format == "int4":
-            k, v = _packed(k), _packed(v)
         ids, rows = slots(table, start, k.shape[0])
         quads = k.reshape(*k.shape[:2], k.shape[2] // QUAD, QUAD)
         self.k[ids, layer, :, rows // PANEL, :, rows % PANEL] = quads
@@ -293,17 +267,10 @@ class KVBlocks:
         # [h, blocks, BLOCK/16, 16, D/4, 4] and [h, blocks, BLOCK/4, 4, D]
         k = self.k[ids, layer, heads].transpose(1, 0, 2, 4, 3, 5)
         v = self.v[ids, layer, heads].transpose(1, 0, 2, 4, 3)
-        count, row = k.shape[0], QUAD * self.k.shape[4]
         return (
-            self._unpacked(k.reshape(count, -1, row)[:, :length]),
-            self._unpacked(v.reshape(count, -1, self.v.shape[4])[:, :length]),
+            k.reshape(k.shape[0], -1, self.head_dim)[:, :length],
+            v.reshape(v.shape[0], -1, self.value_dim)[:, :length],
         )
-
-    def _unpacked(self, rows: NDArray[Any]) -> NDArray[Any]:
-        if self.format != "int4":
-            return rows
-        codes = np.concatenate((rows & 15, rows >> 4), axis=-1).astype(np.int8)
-        return np.asarray(2 * codes - 15, np.int8)
 
 
 @dataclass(frozen=True)
@@ -333,7 +300,7 @@ def allocate(
 
     Args:
         blocks: number of blocks.
-        head_dim: multiple of 4, of 8 for int4.
+        head_dim: multiple of 4.
         key_offset: `[layers, kv_heads, head_dim]` float32, or None.
         latent: width of latents in place of V; 0: V has heads of `head_dim`.
         sealed: sealed blocks of the same layers.
@@ -354,10 +321,9 @@ def allocate(
                 f"key_offset is float32 {shape}, not {key_offset.dtype} {key_offset.shape}"
             )
         key_offset = np.ascontiguousarray(key_offset)
-    dtype = STORAGE[format].dtype
-    row, value_row = (row_elements(format, width) for width in (head_dim, latent or head_dim))
-    k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, row // QUAD, PANEL, QUAD), dtype)
-    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, value_row, QUAD), dtype)
+    dtype = DTYPES[format]
+    k = np.empty((blocks, layers, kv_heads, BLOCK // PANEL, head_dim // QUAD, PANEL, QUAD), dtype)
+    v = np.empty((blocks, layers, kv_heads, BLOCK // QUAD, latent or head_dim, QUAD), dtype)
     k_scale = v_scale = None
     if format in SCALED:
         k_scale, v_scale = (
@@ -366,29 +332,12 @@ def allocate(
     return KVBlocks(format, k, v, k_scale, v_scale, key_offset, latent, sealed, recent)
 
 
-def row_format(format: KVFormat) -> KVFormat:
-    """Return the format of rows as they are written: int8 where blocks are sealed later."""
-    return format if STORAGE[format].sealing is None else "int8"
-
-
-def row_elements(format: KVFormat, head_dim: int) -> int:
-    """Return the array elements of one token and KV head: int4 has two codes in a byte."""
-    return head_dim // 2 if format == "int4" else head_dim
-
-
 def block_bytes(
     *, format: KVFormat, layers: int, kv_heads: int, head_dim: int, latent: int = 0
 ) -> int:
     """Return the size of one block in bytes: BLOCK tokens, K and V, all layers."""
-    storage = STORAGE[format]
-    rows = (head_dim + (latent or head_dim)) * storage.bits // 8 + (8 if storage.scaled else 0)
-    return layers * kv_heads * BLOCK * rows
-
-
-def _packed(codes: NDArray[np.int8]) -> NDArray[np.uint8]:
-    """Pack int4 rows `[..., D]` of odd numbers -15 .. 15 into bytes `[..., D / 2]`."""
-    low, high = np.split((codes + 15) // 2, 2, axis=-1)
-    return (low | high << 4).astype(np.uint8)
+    numbers = (head_dim + (latent or head_dim)) * DTYPES[format].itemsize
+    return layers * kv_heads * BLOCK * (numbers + (8 if format in SCALED else 0))
 
 
 def slots(table: BlockTable, start: int, count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

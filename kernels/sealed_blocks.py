@@ -32,14 +32,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALED, STORAGE, KVFormat, SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALINGS, KVFormat, SealedBlocks
 
 # The formats whose sealed blocks can be chosen by their keys.
-CHOSEN_FORMATS = tuple(
-    name
-    for name, storage in STORAGE.items()
-    if storage.sealing is not None and storage.sealing.channels
-)
+CHOSEN_FORMATS = tuple(name for name, sealing in SEALINGS.items() if sealing.channels)
 # The fewest tokens to read: the first block, the last two, and a sealed one.
 LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 
@@ -65,9 +61,9 @@ def allocate_sealed(
     Raises:
         ValueError: the format seals no blocks.
     """
-    sealing = STORAGE[format].sealing
-    if sealing is None:
-        raise ValueError(f"{format} seals no blocks; needed is one of {', '.join(SEALED)}")
+    if format not in SEALINGS:
+        raise ValueError(f"{format} seals no blocks; needed is one of {', '.join(SEALINGS)}")
+    sealing = SEALINGS[format]
     head = blocks, layers, kv_heads
     key_row, value_row = (head_dim * bits // 8 for bits in (sealing.key_bits, sealing.value_bits))
     return SealedBlocks(

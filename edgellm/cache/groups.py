@@ -200,11 +200,10 @@ def stored_groups(
     if format in SEALED and attending and not sealing:
         raise OptionError(
             f"`kv_format` is {format!r}: this model has sliding windows or latents in all layers "
-            f"that attend, and {format} seals blocks of attention to all positions; take int8 or "
-            "int4"
+            f"that attend, and {format} seals blocks of attention to all positions; take int8"
         )
-    uneven = sorted({g.head_dim for g in sealing or attending if g.head_dim % 8})
-    if uneven and format in ("int4", *SEALED):
+    uneven = sorted({g.head_dim for g in sealing if g.head_dim % 8})
+    if uneven:
         raise OptionError(
             f"`kv_format` is {format!r}: this model's head_dim is {uneven[0]}, and {format} takes "
             "multiples of 8; int8 takes any"

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from edgellm.errors import OptionError, SessionFileError
+from edgellm.kernels.kv_blocks import KV_FORMATS
 from edgellm.store.home import delete_abandoned, replacing_file
 
 MAGIC = b"edgellm session 3".ljust(20, b"\0")
@@ -88,6 +89,11 @@ def read_session(
         raise SessionFileError(f"{path}: damaged or truncated; save the session again")
     end = 4 + int.from_bytes(body[:4], "little")
     saved = _header(path, bytes(body[4:end]))
+    if saved.kv_format not in KV_FORMATS:
+        raise SessionFileError(
+            f"{path}: its KV cache is {saved.kv_format}; allowed are {', '.join(KV_FORMATS)}. "
+            "Compute its text again"
+        )
     if saved.kv_format != kv_format:
         raise SessionFileError(
             f"{path}: its KV cache is {saved.kv_format}, this one {kv_format}; load the model with "

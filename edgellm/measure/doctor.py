@@ -52,8 +52,6 @@ _SEGMENT, _PROMPT = 0.05, 0.1
 # error of 0.082 (Qwen2.5-Coder-0.5B in Q4_K_M as int4) a segment was 0.36 off and a prompt 0.27;
 # with 0.069 (random, two layers, a sliding window) 0.33 and 0.50.
 _ROUNDED_SEGMENT, _ROUNDED_PROMPT = 5.0, 7.5
-# Allowed error for an int4 KV cache: measured 0.20 in the worst of 257 tokens (SmolLM2-135M).
-_INT4_CACHE = 0.3
 # Allowed error, beside the others, for the median row of a model with experts: the router sends
 # some tokens to others than float32 does, and those behind them see it.
 _EXPERTS = 0.25
@@ -102,7 +100,7 @@ def check_step(
             with float32, and all others with the longest prompt's rows.
     """
     longest = min(len(reference.tokens), cache.ctx_size)
-    limit = prompt_limit(imported, cache.format)
+    limit = prompt_limit(imported)
     edges = {1, 2, 15, 16, 17, BLOCK - 1, BLOCK, BLOCK + 1, longest}
     judge = reference.hidden
     if experts:
@@ -126,10 +124,9 @@ def segment_limit(imported: ImportSummary) -> float:
     return min(WRONG, _SEGMENT + _ROUNDED_SEGMENT * imported.mean_relative_error)
 
 
-def prompt_limit(imported: ImportSummary, kv_format: str) -> float:
+def prompt_limit(imported: ImportSummary) -> float:
     """Return the error that the worst hidden state of a prompt may have."""
-    cache = _INT4_CACHE if kv_format == "int4" else 0.0
-    return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error + cache)
+    return min(_WRONG_PROMPT, _PROMPT + _ROUNDED_PROMPT * imported.mean_relative_error)
 
 
 def _hidden(model: StepBackend, cache: KVCache, parts: Sequence[list[int]]) -> Floats:

@@ -214,7 +214,6 @@ inline void attend_alike(const edgellm::KV& kv, const edgellm::Queries& queries,
     switch (kv.format) {
         case edgellm::F32: return Walk<FloatRows<float>>(kv, queries, task).run();
         case edgellm::F16: return Walk<FloatRows<uint16_t>>(kv, queries, task).run();
-        case edgellm::INT4: return Walk<Int4Rows>(kv, queries, task).run();
         default: return Walk<Int8Rows>(kv, queries, task).run();
     }
 }
@@ -240,7 +239,7 @@ inline void attend_rows(const edgellm::KV& kv, const edgellm::Queries& queries, 
 inline void finish_row(const edgellm::KV& kv, const float* part, const float* sinks, int head, float* out) {
     const float total = part[1] + (sinks ? std::exp(sinks[head] - part[0]) : 0);
     for (int d = 0; d < kv.value_dim(); ++d) out[d] = part[2 + d] / total;
-    if (kv.spread(false)) hadamard(out, kv.value_dim());
+    if (kv.seals()) hadamard(out, kv.value_dim());
 }
 
 inline void attend(const edgellm::AttendCall& call) {

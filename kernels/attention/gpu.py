@@ -33,7 +33,7 @@ from edgellm.kernels.gpu.elementwise import soft_capped, softened
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, SealedPlace
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
-from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES, row_elements
+from edgellm.kernels.kv_blocks import BLOCK, SEALED
 from edgellm.kernels.linear.gpu_rows import CodedRows, row_pointers, store_part
 from edgellm.kernels.quantized import GROUP
 
@@ -102,56 +102,31 @@ def value_tile(
 
 
 @triton.jit
-def nibble(codes: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Unpack the low or high int4 codes of a tile to the odd numbers that a scale multiplies."""
-    return (((codes >> SHIFT) & 15).to(tl.int32) * 2 - 15).to(tl.float16)
-
-
-@triton.jit
 def factors(codes: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return what queries or weights are multiplied by: both halves of the rows of int4, else one
-    tile twice."""
-    low, high = codes, codes
-    if FORMAT == "int4":
-        low, high = nibble(codes, 0), nibble(codes, 4)
-    elif FORMAT != "f32":
-        low = codes.to(tl.float16)
-        high = low
-    return low, high
+    """Return what queries or weights are multiplied by."""
+    if FORMAT != "f32":
+        codes = codes.to(tl.float16)
+    return codes
 
 
 @triton.jit
 def query_tile(
-    q_ptr: tl.tensor,
-    at: tl.tensor,
-    inside: tl.tensor,
-    ROW: tl.constexpr,
-    FORMAT: tl.constexpr,
+    q_ptr: tl.tensor, at: tl.tensor, inside: tl.tensor, FORMAT: tl.constexpr
 ) -> tl.tensor:
-    """Load queries `[R, D]`, the second half of int4's, and what their scores are multiplied by."""
+    """Load queries `[R, D]`, and what their scores are multiplied by."""
     q = tl.load(q_ptr + at, mask=inside, other=0.0)
     size = tl.max(tl.abs(q), axis=1)
-    high = q
-    if FORMAT == "int4":
-        high = tl.load(q_ptr + at + ROW, mask=inside, other=0.0)
-        size = tl.maximum(size, tl.max(tl.abs(high), axis=1))
     if FORMAT == "f32":
         size = tl.full(size.shape, 1.0, tl.float32)
     else:
-        divisor = tl.where(size > 0, size, 1.0)[:, None]
-        q, high = (q / divisor).to(tl.float16), (high / divisor).to(tl.float16)
-    return q, high, size
+        q = (q / tl.where(size > 0, size, 1.0)[:, None]).to(tl.float16)
+    return q, size
 
 
 @triton.jit
-def products(
-    q: tl.tensor, q_high: tl.tensor, low: tl.tensor, high: tl.tensor, FORMAT: tl.constexpr
-) -> tl.tensor:
+def products(q: tl.tensor, keys: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
     """Return the products of queries and keys `[R, K]`, as `query_tile` and `factors` give them."""
-    score = tl.dot(q, low, input_precision="ieee") if FORMAT == "f32" else tl.dot(q, low)
-    if FORMAT == "int4":
-        score = tl.dot(q_high, high, score)
-    return score
+    return tl.dot(q, keys, input_precision="ieee") if FORMAT == "f32" else tl.dot(q, keys)
 
 
 # one compilation for all layers
@@ -193,11 +168,8 @@ def attention_kernel(
     KEY_WIDTH that of a key. LATENT is the width of latents, which are values and, behind what K
     has, the rest of the keys; or 0.
     """
-    FOUR_BIT: tl.constexpr = FORMAT == "int4"
-    SCALED: tl.constexpr = FORMAT == "int4" or FORMAT == "int8"
+    SCALED: tl.constexpr = FORMAT == "int8"
     VALUE_DIM: tl.constexpr = LATENT if LATENT > 0 else HEAD_DIM
-    KEY_ROW: tl.constexpr = HEAD_DIM // 2 if FOUR_BIT else HEAD_DIM
-    ROW: tl.constexpr = VALUE_DIM // 2 if FOUR_BIT else VALUE_DIM
     LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
     allow_next(EARLY)
     wait_for_last(EARLY)
@@ -219,15 +191,13 @@ def attention_kernel(
         scale *= LOG2_E
     e = tl.arange(0, KEY_WIDTH)
     at = query[:, None] * (HEAD_DIM + LATENT) + e[None, :]
-    q, q_high, factor = query_tile(
-        q_ptr, at, there[:, None] & (e < KEY_ROW)[None, :], KEY_ROW, FORMAT
-    )
+    q, factor = query_tile(q_ptr, at, there[:, None] & (e < HEAD_DIM)[None, :], FORMAT)
     factor *= scale
     e = tl.arange(0, WIDTH)
-    inside = there[:, None] & (e < ROW)[None, :]
+    inside = there[:, None] & (e < VALUE_DIM)[None, :]
     if LATENT > 0:
         at = query[:, None] * (HEAD_DIM + LATENT) + HEAD_DIM + e[None, :]
-        latent_q, latent_high, latent_factor = query_tile(q_ptr, at, inside, ROW, FORMAT)
+        latent_q, latent_factor = query_tile(q_ptr, at, inside, FORMAT)
         latent_factor *= scale
 
     # the keys that any query of this tile sees, in tiles, and this split's share of them
@@ -241,27 +211,24 @@ def attention_kernel(
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    low = tl.zeros([ROWS, WIDTH], tl.float32)
-    high = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
     for first in range(begin, end, KEYS):
         block = tl.load(table_ptr + first // BLOCK)
         place = (block * layers + layer) * kv_heads + kv_head
         row = first % BLOCK
         key = first + tl.arange(0, KEYS)
-        codes = key_tile(k_ptr + place * (BLOCK * KEY_ROW), row, KEY_ROW, KEY_WIDTH // 4, KEYS)
-        keys, high_keys = factors(codes, FORMAT)
-        score = products(q, q_high, keys, high_keys, FORMAT) * factor[:, None]
+        codes = key_tile(k_ptr + place * (BLOCK * HEAD_DIM), row, HEAD_DIM, KEY_WIDTH // 4, KEYS)
+        score = products(q, factors(codes, FORMAT), FORMAT) * factor[:, None]
         at_scale = place * BLOCK + row + tl.arange(0, KEYS)
         written = key < end
         if SCALED:
             score *= tl.load(k_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
         if LATENT > 0:
-            codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+            codes = value_tile(v_ptr + place * (BLOCK * VALUE_DIM), row, VALUE_DIM, WIDTH, KEYS)
             if not SCALED:
                 codes = tl.where(written[:, None], codes, 0.0)
-            values, high_values = factors(codes, FORMAT)
-            rest = products(latent_q, latent_high, tl.trans(values), tl.trans(high_values), FORMAT)
-            rest *= latent_factor[:, None]
+            values = factors(codes, FORMAT)
+            rest = products(latent_q, tl.trans(values), FORMAT) * latent_factor[:, None]
             if SCALED:
                 rest *= tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
             score += rest
@@ -271,30 +238,25 @@ def attention_kernel(
         score = tl.where(seen & written[None, :], score, float("-inf"))
         p, keep, largest, weight = softened(score, largest, weight)
         if LATENT == 0:
-            codes = value_tile(v_ptr + place * (BLOCK * ROW), row, ROW, WIDTH, KEYS)
+            codes = value_tile(v_ptr + place * (BLOCK * VALUE_DIM), row, VALUE_DIM, WIDTH, KEYS)
             if not SCALED:
                 # rows that were never written may be NaN, and 0 * NaN is NaN
                 codes = tl.where(written[:, None], codes, 0.0)
-            values, high_values = factors(codes, FORMAT)
+            values = factors(codes, FORMAT)
         v_size = 1.0
         if SCALED:
             v_scale = tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)
             v_size = tl.max(v_scale, axis=0)
             p *= (v_scale / tl.where(v_size > 0, v_size, 1.0))[None, :]
         if FORMAT == "f32":
-            low = low * keep[:, None] + tl.dot(p, values, input_precision="ieee")
+            sums = sums * keep[:, None] + tl.dot(p, values, input_precision="ieee")
         else:
-            p = p.to(tl.float16)
-            low = low * keep[:, None] + tl.dot(p, values) * v_size
-        if FOUR_BIT:
-            high = high * keep[:, None] + tl.dot(p, high_values) * v_size
+            sums = sums * keep[:, None] + tl.dot(p.to(tl.float16), values) * v_size
 
     # loaded behind the loop, so that it takes no register there
     out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
     at = out[:, None].to(tl.int64) * VALUE_DIM + e[None, :]
-    tl.store(sums_ptr + at, low, mask=inside)
-    if FOUR_BIT:
-        tl.store(sums_ptr + at + ROW, high, mask=inside)
+    tl.store(sums_ptr + at, sums, mask=inside)
     tl.store(largest_ptr + out, largest, mask=there)
     tl.store(weight_ptr + out, weight, mask=there)
 
@@ -396,10 +358,9 @@ def attend(
     """
     host, width = blocks.host, blocks.host.value_dim
     heads, head_dim = q.shape[1], blocks.host.head_dim
-    key_row, row = (row_elements(blocks.format, each) for each in (head_dim, width))
     # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
     large = width > (64 if blocks.format == "f32" else 256)
-    halves = host.latent > 0 or blocks.format not in ("int8", "int4")
+    halves = host.latent > 0 or blocks.format != "int8"
     wide = work.tile == ROWS or (large and halves)
     scale = head_dim**-0.5 if scale is None else scale
     keys = Tiling.of(blocks, heads).keys
@@ -441,8 +402,8 @@ def attend(
         LATENT=host.latent,
         FORMAT=blocks.format,
         CAP=softcap is not None,
-        KEY_WIDTH=max(16, aligned(key_row)),
-        WIDTH=max(16, aligned(row)),
+        KEY_WIDTH=max(16, aligned(head_dim)),
+        WIDTH=max(16, aligned(width)),
         ROWS=work.tile,
         KEYS=keys,
         BLOCK=BLOCK,
@@ -477,12 +438,12 @@ def _combine(
         heads,
         HEAD_DIM=width,
         WIDTH=aligned(width),
-        HADAMARD=hadamard_size(blocks, SPREAD_VALUES, width),
+        HADAMARD=hadamard_size(blocks, SEALED, width),
         SINKS=sinks is not None,
         GATED=gate is not None,
         CODED=coded is not None,
         FIELDS=ROW_FIELDS,
-        num_warps=4 if blocks.format in SPREAD_VALUES else 1,
+        num_warps=4 if blocks.format in SEALED else 1,
         **early(),
     )
 

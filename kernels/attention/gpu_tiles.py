@@ -88,14 +88,12 @@ class Tiling:
         if blocks.format == "f32":
             return cls(group, 16, 16)
         parts = max(1, aligned(blocks.host.value_dim) // 128)
-        # with 32 keys of latents of 512 numbers, a thread spills 40 bytes in int4; with 64, f16
-        # needs more shared memory than most GPUs have
-        wide = blocks.host.latent > 0 and blocks.format == "int4"
         if blocks.host.sealed is not None:
             # 64 rows of 128 numbers spill 104 bytes with keys by channel, on sm_80
             rows = ROWS // max(1, aligned(blocks.host.head_dim) // 64)
             return cls(group, max(16, rows), max(32, KEYS // parts))
-        return cls(group, max(16, ROWS // parts), KEYS if wide else max(32, KEYS // parts))
+        # with 64 keys of latents of 512 numbers, f16 needs more shared memory than most GPUs have
+        return cls(group, max(16, ROWS // parts), max(32, KEYS // parts))
 
     def tile(self, counts: Sequence[int]) -> int:
         """Return the query rows of a tile for spans with `counts` tokens, by the longest span."""

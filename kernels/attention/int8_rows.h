@@ -1,4 +1,4 @@
-// Query rows against int8 and int4 blocks (see cpu.h); included once for each instruction set.
+// Query rows against int8 blocks (see cpu.h); included once for each instruction set.
 
 // Brings a cache line into the second-level cache. While a block is computed the next one is fetched, a
 // line with each that is read.
@@ -178,7 +178,7 @@ public:
 
     void set_query(int r, const float* q, float norm) {
         queries_.set(r, q, norm, true);
-        if (kv_.latent) latent_queries_.set(r, q + head_dim_, norm, kv_.spread(false));
+        if (kv_.latent) latent_queries_.set(r, q + head_dim_, norm, false);
     }
 
     // A block, and the one that will follow.
@@ -312,6 +312,15 @@ protected:
         return here.sealed == next.sealed ? ptrdiff_t(next.row) - ptrdiff_t(here.row) : 0;
     }
 
+    const edgellm::KV& kv_;
+    const int head_dim_, value_dim_;
+    const int8_t *k_ = nullptr, *v_ = nullptr;
+    ptrdiff_t k_to_next_ = 0, v_to_next_ = 0;  // bytes from a block's keys, or values, to those of the next one
+    const float *k_scale_ = nullptr, *v_scale_ = nullptr;
+
+    int8_t *high_, *low_;  // weights of a tile
+
+private:
     // Quads of values of 4 tokens become quads of 4 numbers of a key.
     void turn_latents(int count) {
         for (int row = 0; row < count; row += 4) {
@@ -324,55 +333,7 @@ protected:
         }
     }
 
-    const edgellm::KV& kv_;
-    const int head_dim_, value_dim_;
-    const int8_t *k_ = nullptr, *v_ = nullptr;
-    ptrdiff_t k_to_next_ = 0, v_to_next_ = 0;  // bytes from a block's keys, or values, to those of the next one
-    const float *k_scale_ = nullptr, *v_scale_ = nullptr;
-
-    int8_t *high_, *low_;  // weights of a tile
-
-private:
     CodedQueries queries_, latent_queries_;
     float* scales_;  // of gathered panels
     int8_t *latents_, *gathered_;
-};
-
-// Blocks of 4 bits are made 8 one by one. Their values went through the Hadamard transform as well;
-// whoever ends a row transforms it back.
-class Int4Rows : public Int8Rows {
-public:
-    static size_t bytes(const edgellm::KV& kv) {
-        return 64 + Int8Rows::bytes(kv) + edgellm::BLOCK * size_t(kv.head_dim + kv.value_dim());
-    }
-
-    Int4Rows(const edgellm::KV& kv, char* memory) : Int8Rows(kv, memory) {
-        keys_ = reinterpret_cast<int8_t*>(memory + (Int8Rows::bytes(kv) + 63) / 64 * 64);
-        values_ = keys_ + edgellm::BLOCK * size_t(head_dim_);
-    }
-
-    void open(const edgellm::BlockPlace& here, const edgellm::BlockPlace& next, int count) {
-        const uint8_t* k = static_cast<const uint8_t*>(kv_.k) + here.row * head_dim_ / 2;
-        const uint8_t* v = static_cast<const uint8_t*>(kv_.v) + here.row * value_dim_ / 2;
-        const ptrdiff_t rows = rows_between(here, next);
-        unpack(k, rows * head_dim_ / 2, count, edgellm::KEYS, head_dim_, keys_);
-        unpack(v, rows * value_dim_ / 2, count, 4, value_dim_, values_);
-        k_ = keys_;
-        v_ = values_;
-        k_scale_ = kv_.k_scale + here.row;
-        v_scale_ = kv_.v_scale + here.row;
-        if (kv_.latent) turn_latents(count);
-    }
-
-private:
-    // Makes 8 bits a code of 4 bits, `stride` rows at a time, and fetches what will be read next.
-    static void unpack(const uint8_t* codes, ptrdiff_t to_next, int count, int stride, int width, int8_t* out) {
-        const int run = stride * width;
-        for (int j = 0; j < count; j += stride, codes += run / 2, out += run) {
-            for (int i = 0; i < run / 2; i += 64) fetch(codes + to_next + i);
-            unpack_codes4(codes, run / 2, out);
-        }
-    }
-
-    int8_t *keys_, *values_;
 };

@@ -48,7 +48,6 @@ inline void raise_shares(const edgellm::KV& kv, const edgellm::Queries& queries,
             return raise_shares_of<FloatRows<float>>(kv, queries, layer, kv_head, from, to, sums, shares);
         case edgellm::F16:
             return raise_shares_of<FloatRows<uint16_t>>(kv, queries, layer, kv_head, from, to, sums, shares);
-        case edgellm::INT4: return raise_shares_of<Int4Rows>(kv, queries, layer, kv_head, from, to, sums, shares);
         default: return raise_shares_of<Int8Rows>(kv, queries, layer, kv_head, from, to, sums, shares);
     }
 }

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels import hadamard
-from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES, BlockTable, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, BlockTable, KVBlocks
 
 # Buffer of scores, computed for as many KV heads at a time as fit. Beyond a few tens of MB the
 # softmax passes leave the last-level cache, and the buffer counts in a small machine's memory.
@@ -62,8 +62,7 @@ def attend(
         if v_scale is not None:
             scores *= v_scale[:, None, :]
         out[part] = ((scores @ v) / total).reshape(-1, group, tokens, head_dim)
-    attended = out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
-    return hadamard.transform(attended) if blocks.format in SPREAD_VALUES else attended
+    return out.transpose(2, 0, 1, 3).reshape(tokens, heads, head_dim)
 
 
 def _scales(

@@ -13,7 +13,7 @@ constexpr int KEYS = 16;  // keys that share a panel
 constexpr int PANELS = BLOCK / KEYS;
 
 // In the order of KVFormat in kernels/kv_blocks.py.
-enum Format : int32_t { INT8, INT4, F16, F32, K8V4, K4V4, K4V2 };
+enum Format : int32_t { INT8, F16, F32, K8V4, K4V4, K4V2 };
 
 template <int BITS>
 using Bits = std::integral_constant<int, BITS>;
@@ -59,7 +59,7 @@ struct HeadBlocks {
 struct KV {
     void *k;                   // [blocks, layers, kv_heads, BLOCK / 16, head_dim / 4, 16, 4]
     void *v;                   // [blocks, layers, kv_heads, BLOCK / 4, value_dim, 4]
-    float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; int8 and int4 only, else null
+    float *k_scale, *v_scale;  // [blocks, layers, kv_heads, BLOCK]; null for floats
     const float* key_offset;   // [layers, kv_heads, head_dim], what K is stored less; or null
     const int64_t* table;      // block ids of the sequence
     Sealed sealed;             // of formats that seal blocks
@@ -71,14 +71,6 @@ struct KV {
     // Latents stand in place of V, and are a part of each key as well, behind what `k` has of it.
     int value_dim() const { return latent ? latent : head_dim; }
     int key_dim() const { return head_dim + latent; }
-
-    // An int4 pool is stored as an int8 pool of heads half as wide: two codes a byte.
-    KV as_bytes() const {
-        KV bytes = *this;
-        bytes.head_dim /= 2;
-        bytes.latent /= 2;
-        return bytes;
-    }
 
     bool seals() const {
         return with_sealed_bits(format, [](auto, auto) {});
@@ -95,9 +87,6 @@ struct KV {
 
     // Blocks from 1 to before this one are sealed in a sequence of so many tokens.
     static int sealed_end(int tokens) { return std::max(1, (tokens - 1) / BLOCK - 1); }
-
-    // Whether rows go through the Hadamard transform before they are rounded.
-    bool spread(bool key) const { return format == INT4 || seals() || (format == INT8 && key); }
 
     // Where a number lies within its block and KV head.
     size_t key_place(int row, int d) const { return key_place(row, d, head_dim); }

@@ -50,27 +50,6 @@ inline RowScale quantize_row(const float* x, int n, int8_t* codes) {
     return {scale, total};
 }
 
-// 4-bit codes of `n` floats, packed: byte i has that of x[i] in its low half and that of x[i + n / 2]
-// in its high half. A code c stands for (2 c - 15) scale, scale = max|x| / 16. Gives the scale.
-inline float quantize_row4(const float* x, int n, uint8_t* packed) {
-    const float scale = largest_size(x, n) * (1.0f / 16);
-    const float steps = scale > 0 ? 0.5f / scale : 0;
-    const auto code = [&](int i) {
-        const float up = x[i] * steps + 8;  // NaN becomes 0
-        return static_cast<uint8_t>(up > 15 ? 15 : up > 0 ? up : 0);
-    };
-    for (int i = 0; i < n / 2; ++i) packed[i] = static_cast<uint8_t>(code(i) | code(i + n / 2) << 4);
-    return scale;
-}
-
-// `n` packed bytes to their low halves, then their high ones, as 2 c - 15.
-inline void unpack_codes4(const uint8_t* packed, int n, int8_t* codes) {
-    for (int i = 0; i < n; ++i) {
-        codes[i] = static_cast<int8_t>(2 * (packed[i] & 15) - 15);
-        codes[n + i] = static_cast<int8_t>(2 * (packed[i] >> 4) - 15);
-    }
-}
-
 // What `quantize_row` rounded off, in steps of scale / FINE_STEPS: -127 .. 127.
 constexpr int32_t FINE_STEPS = 254;
 

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import KVBlocks, KVFormat, SealedBlocks, Sealing, row_format
+from edgellm.kernels.kv_blocks import SEALED, KVBlocks, KVFormat, SealedBlocks, Sealing
 from edgellm.kernels.state_blocks import StateBlocks
-
-_DTYPES: dict[KVFormat, torch.dtype] = {
-    "int8": torch.int8,
-    "int4": torch.uint8,
-    "f16": torch.float16,
-    "f32": torch.float32,
-}
 
 # Sizes of a span and of a row of `DeviceStateRows`.
 STATE_SPAN_FIELDS = 4
@@ -57,34 +50,42 @@ class _DevicePool:
 
 
 @dataclass(frozen=True)
-class DeviceBlocks(_DevicePool):
-    """Copy of a pool's blocks in device memory, with arrays of the same shapes.
+class _DeviceRows(_DevicePool):
+    """Copy of K, V and their scales, with arrays of the same shapes.
 
     Attributes:
         host: the pool on the host.
         k_scale, v_scale: scales; float formats have `k` here, because kernels need a pointer.
-        key_offset: copy of the host's key offset, if there is one.
     """
 
-    host: KVBlocks
+    host: KVBlocks | SealedBlocks
     k: torch.Tensor
     v: torch.Tensor
     k_scale: torch.Tensor
     v_scale: torch.Tensor
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
+        # of float formats the host has two
+        return zip((self.k, self.v, self.k_scale, self.v_scale), self.host.arrays, strict=False)
+
+
+@dataclass(frozen=True)
+class DeviceBlocks(_DeviceRows):
+    """Copy of a pool's blocks in device memory.
+
+    Attributes:
+        key_offset: copy of the host's key offset, if there is one.
+    """
+
+    host: KVBlocks
     key_offset: torch.Tensor | None = None
 
     @classmethod
     def like(cls, host: KVBlocks, device: str) -> DeviceBlocks:
         """Allocate as many blocks as the host's pool has, with undefined contents."""
-        dtype = _DTYPES[row_format(host.format)]
-        k, v = (torch.empty(a.shape, dtype=dtype, device=device) for a in (host.k, host.v))
+        k, v, *scales = _like(host.arrays, device)
         offset = None if host.key_offset is None else torch.tensor(host.key_offset, device=device)
-        if host.k_scale is None:
-            return cls(host, k, v, k, k, offset)
-        shape = host.k_scale.shape
-        k_scale, v_scale = (
-            torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)
-        )
+        k_scale, v_scale = scales or (k, k)
         return cls(host, k, v, k_scale, v_scale, offset)
 
     @property
@@ -93,15 +94,25 @@ class DeviceBlocks(_DevicePool):
 
     @property
     def row_format(self) -> KVFormat:
-        return row_format(self.host.format)
+        """Format of rows as they are written: int8 where blocks are sealed later."""
+        return "int8" if self.format in SEALED else self.format
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
-        host = self.host
-        yield self.k, host.k
-        yield self.v, host.v
-        if host.k_scale is not None and host.v_scale is not None:
-            yield self.k_scale, host.k_scale
-            yield self.v_scale, host.v_scale
+
+@dataclass(frozen=True)
+class DeviceSealed(_DeviceRows):
+    """Copy of a pool of sealed blocks in device memory."""
+
+    host: SealedBlocks
+
+    @classmethod
+    def like(cls, host: SealedBlocks, device: str) -> DeviceSealed:
+        """Allocate as many blocks as the host's pool has, with undefined contents."""
+        return cls(host, *_like(host.arrays, device))
+
+
+def _like(arrays: Sequence[NDArray[Any]], device: str) -> list[torch.Tensor]:
+    """Allocate arrays of the same shapes and types."""
+    return [torch.empty_like(torch.from_numpy(array), device=device) for array in arrays]
 
 
 @dataclass(frozen=True)
@@ -122,34 +133,6 @@ class DeviceStates(_DevicePool):
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
         yield self.states, self.host.states
-
-
-@dataclass(frozen=True)
-class DeviceSealed(_DevicePool):
-    """Copy of a pool of sealed blocks in device memory, with arrays of the same shapes.
-
-    Attributes:
-        host: the pool on the host.
-    """
-
-    host: SealedBlocks
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
-
-    @classmethod
-    def like(cls, host: SealedBlocks, device: str) -> DeviceSealed:
-        """Allocate as many blocks as the host's pool has, with undefined contents."""
-        k, v = (torch.empty(x.shape, dtype=torch.uint8, device=device) for x in (host.k, host.v))
-        scales = (
-            torch.empty(x.shape, dtype=torch.float16, device=device)
-            for x in (host.k_scale, host.v_scale)
-        )
-        return cls(host, k, v, *scales)
-
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, NDArray[Any]]]:
-        yield from zip((self.k, self.v, self.k_scale, self.v_scale), self.host.arrays, strict=True)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ inline void write_bytes(const edgellm::KV& kv, bool key, const int8_t* codes, si
     }
 }
 
-// Write one row of K or V; `codes` has room for as many bytes as it has numbers. A row that is spread is
-// transformed in place.
+// Write one row of K or V; `codes` has room for as many bytes as it has numbers. `x` may
+// be transformed in place.
 inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_row, int row,
                       int8_t* codes) {
     const int width = key ? kv.head_dim : kv.value_dim();
@@ -66,19 +66,14 @@ inline void write_row(const edgellm::KV& kv, bool key, float* x, size_t first_ro
         return base + (key ? kv.key_place(row, d) : kv.value_place(row, d));
     };
     void* all = key ? kv.k : kv.v;
-    const bool scaled = kv.format != edgellm::F32 && kv.format != edgellm::F16;
-    float unused, &scale = scaled ? (key ? kv.k_scale : kv.v_scale)[first_row + row] : unused;
-    if (kv.spread(key)) hadamard(x, width);
     if (kv.format == edgellm::F32) {
         for (int d = 0; d < width; ++d) static_cast<float*>(all)[place(d)] = x[d];
     } else if (kv.format == edgellm::F16) {
         for (int d = 0; d < width; ++d)
             static_cast<uint16_t*>(all)[place(d)] = half_of_float(x[d]);
-    } else if (kv.format == edgellm::INT4) {
-        scale = quantize_row4(x, width, reinterpret_cast<uint8_t*>(codes));
-        write_bytes(kv.as_bytes(), key, codes, first_row, row);
     } else {
-        scale = quantize_row(x, width, codes).scale;
+        if (key || kv.seals()) hadamard(x, width);
+        (key ? kv.k_scale : kv.v_scale)[first_row + row] = quantize_row(x, width, codes).scale;
         write_bytes(kv, key, codes, first_row, row);
     }
 }

@@ -20,7 +20,7 @@ from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.norms import HeadNorms
-from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES
+from edgellm.kernels.kv_blocks import BLOCK, SCALED, SEALED
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,6 @@ def rounded(x: tl.tensor, SIZE: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor
     if FORMAT == "int8":
         scale = largest * (1.0 / 127)
         stored = round_half_even(x / tl.maximum(scale, 1.1754944e-38)).to(tl.int8)
-    elif FORMAT == "int4":
-        scale = largest * (1.0 / 16)
-        step = 2.0 * tl.maximum(scale, 1.1754944e-38)
-        code = tl.minimum(tl.maximum(tl.floor(x / step) + 8.0, 0.0), 15.0)
-        # element e of the first half beside element e of the second one
-        e = tl.arange(0, x.numel // 2)
-        both = tl.gather(code, e, 0) + 16.0 * tl.gather(code, e + SIZE // 2, 0)
-        stored = both.to(tl.uint8)
     elif FORMAT == "f16":
         stored = x.to(tl.float16)
     else:
@@ -158,11 +150,10 @@ def store_key(
     BLOCK: tl.constexpr,
 ) -> None:
     """Write a key to row `at` of a head's block, of which `place` is the number."""
-    ROW: tl.constexpr = SIZE // 2 if FORMAT == "int4" else SIZE
     e = tl.arange(0, stored.numel)
-    offset = at // 16 * (ROW * 16) + e // 4 * 64 + at % 16 * 4 + e % 4
-    tl.store(k_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
-    if FORMAT == "int8" or FORMAT == "int4":
+    offset = at // 16 * (SIZE * 16) + e // 4 * 64 + at % 16 * 4 + e % 4
+    tl.store(k_ptr + place * (BLOCK * SIZE) + offset, stored, mask=e < SIZE)
+    if FORMAT == "int8":
         tl.store(scale_ptr + place * BLOCK + at, scale)
 
 
@@ -179,11 +170,10 @@ def store_value(
     BLOCK: tl.constexpr,
 ) -> None:
     """Write a value to row `at` of a head's block, of which `place` is the number."""
-    ROW: tl.constexpr = SIZE // 2 if FORMAT == "int4" else SIZE
     e = tl.arange(0, stored.numel)
-    offset = at // 4 * (ROW * 4) + e * 4 + at % 4
-    tl.store(v_ptr + place * (BLOCK * ROW) + offset, stored, mask=e < ROW)
-    if FORMAT == "int8" or FORMAT == "int4":
+    offset = at // 4 * (SIZE * 4) + e * 4 + at % 4
+    tl.store(v_ptr + place * (BLOCK * SIZE) + offset, stored, mask=e < SIZE)
+    if FORMAT == "int8":
         tl.store(scale_ptr + place * BLOCK + at, scale)
 
 
@@ -376,7 +366,7 @@ def append_rotated(
         WIDTH=aligned(head_dim),
         FORMAT=blocks.row_format,
         HADAMARD=hadamard_size(blocks, SCALED, head_dim),
-        SPREAD_VALUES=blocks.format in SPREAD_VALUES,
+        SPREAD_VALUES=blocks.format in SEALED,
         PLAIN=plain is not None,
         BIAS=bias is not None,
         NORM=None if norms is None else norms.order,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels import hadamard, rope
 from edgellm.kernels.kv_append.norms import HeadNorms
-from edgellm.kernels.kv_blocks import SPREAD_VALUES, BlockTable, KVBlocks, slots
+from edgellm.kernels.kv_blocks import SEALED, BlockTable, KVBlocks, slots
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
@@ -90,12 +90,8 @@ def stored(
     """
     if blocks.k_scale is None:
         return values.astype(blocks.k.dtype), None
-    if key or blocks.format in SPREAD_VALUES:
+    if key or blocks.format in SEALED:
         values = hadamard.transform(values)
-    if blocks.format == "int4":
-        scale = np.abs(values).max(axis=-1) * np.float32(1 / 16)
-        steps = np.floor(values / np.maximum(2 * scale, _TINY)[..., None]) + 8
-        return (2 * np.clip(steps, 0, 15) - 15).astype(np.int8), scale
     scale = np.abs(values).max(axis=-1) * np.float32(1 / 127)
     codes = np.rint(values / np.maximum(scale, _TINY)[..., None])
     return codes.astype(np.int8), scale

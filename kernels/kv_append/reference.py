@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.kernels.hadamard import reference as hadamard
-from edgellm.kernels.kv_blocks import SCALED, SPREAD_VALUES, KVFormat
+from edgellm.kernels.kv_blocks import SCALED, SEALED, KVFormat
 
 
 def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
@@ -17,15 +17,6 @@ def quantize_row(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float3
     return np.rint(row.astype(np.float64) / np.float64(scale)).astype(np.int8), scale
 
 
-def quantize_row4(row: NDArray[np.floating]) -> tuple[NDArray[np.int8], np.float32]:
-    """Quantize a row `[D]`, already transformed, to odd numbers -15 .. 15 and their scale."""
-    scale = np.float32(np.max(np.abs(row)) / 16)
-    if scale == 0:
-        return np.ones(row.shape, np.int8), scale
-    code = np.floor(row.astype(np.float64) / (2 * np.float64(scale))) + 8
-    return (2 * np.clip(code, 0, 15) - 15).astype(np.int8), scale
-
-
 def round_trip(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> NDArray[np.float64]:
     """Return rows `[C, Hkv, D]` as attention reads them back from the KV cache.
 
@@ -34,13 +25,12 @@ def round_trip(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> ND
     """
     if format not in SCALED:
         return rows.astype(np.float16 if format == "f16" else np.float32).astype(np.float64)
-    spread = key or format in SPREAD_VALUES
+    spread = key or format in SEALED
     if spread:
         rows = hadamard.transform(rows)
-    quantize = quantize_row4 if format == "int4" else quantize_row
     out = np.empty(rows.shape, np.float64)
     for token in range(rows.shape[0]):
         for head in range(rows.shape[1]):
-            codes, scale = quantize(rows[token, head])
+            codes, scale = quantize_row(rows[token, head])
             out[token, head] = codes * np.float64(scale)
     return hadamard.transform(out) if spread else out

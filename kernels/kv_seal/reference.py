@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgellm.kernels.hadamard import reference as hadamard
 from edgellm.kernels.kv_append.reference import quantize_row, round_trip
-from edgellm.kernels.kv_blocks import BLOCK, STORAGE, KVFormat
+from edgellm.kernels.kv_blocks import BLOCK, SEALINGS, KVFormat
 from edgellm.kernels.sealed_blocks import sealed_end
 
 Floats = NDArray[np.float64]
@@ -24,8 +24,7 @@ def sealed_rows(rows: NDArray[np.floating], format: KVFormat, *, key: bool) -> F
         rows: K less the key offset, or V.
         key: whether the rows are keys, not values.
     """
-    sealing = STORAGE[format].sealing
-    assert sealing is not None
+    sealing = SEALINGS[format]
     if not key:
         values = functools.partial(value_row, bits=sealing.value_bits, scales=sealing.value_scales)
         return hadamard.transform(np.apply_along_axis(values, 2, hadamard.transform(rows)))

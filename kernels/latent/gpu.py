@@ -24,7 +24,7 @@ from edgellm.kernels.kv_append.gpu import (
     store_key,
     store_value,
 )
-from edgellm.kernels.kv_blocks import BLOCK, SCALED, SPREAD_VALUES
+from edgellm.kernels.kv_blocks import BLOCK, SCALED
 from edgellm.kernels.latent.weights import LatentWeights
 from edgellm.kernels.linear.gpu import (
     FEW_ROWS,
@@ -164,24 +164,12 @@ class DeviceLatent:
             WIDTH=aligned(host.latent),
             FORMAT=blocks.format,
             HADAMARD=hadamard_size(blocks, SCALED, head_dim),
-            SPREAD=hadamard_size(blocks, SPREAD_VALUES, host.latent),
             BLOCK=BLOCK,
             num_warps=4,
             **early(),
         )
         rest, to = given.view(count * heads, -1)[:, head_dim:], q.view(count * heads, -1)
         linear(rest, self.key_up, to[:, head_dim:], room.rows, tiles=room.tiles(count))
-        if blocks.format in SPREAD_VALUES:
-            spread_kernel[(count * heads,)](
-                to,
-                to.stride(0),
-                head_dim,
-                SIZE=host.latent,
-                WIDTH=aligned(host.latent),
-                HADAMARD=hadamard_size(blocks, SPREAD_VALUES, host.latent),
-                num_warps=4,
-                **early(),
-            )
 
     def values(self, seen: torch.Tensor, out: torch.Tensor, room: HeadRows) -> None:
         """Make values `[C, H * value]` of what heads attend to, `[C, H, rank]`."""
@@ -225,7 +213,6 @@ def append_latent_kernel(
     WIDTH: tl.constexpr,
     FORMAT: tl.constexpr,
     HADAMARD: tl.constexpr,
-    SPREAD: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -277,26 +264,5 @@ def append_latent_kernel(
         latent = tl.load(in_ptr + HEAD_DIM + e, mask=e < RANK, other=0.0)
         latent *= 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / RANK + epsilon)
         latent *= tl.load(norm_ptr + e, mask=e < RANK, other=0.0)
-        if SPREAD > 0:
-            latent = spread(latent, SPREAD)
         codes, step = rounded(latent, RANK, FORMAT)
         store_value(codes, step, v_ptr, v_scale_ptr, place, at, RANK, FORMAT, BLOCK)
-
-
-@triton.jit
-def spread_kernel(
-    x_ptr: tl.tensor,
-    stride: tl.tensor,
-    first: tl.tensor,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """Transform SIZE numbers of a row, from its number `first` on; the grid counts rows."""
-    allow_next(EARLY)
-    wait_for_last(EARLY)
-    e = tl.arange(0, WIDTH)
-    x_ptr += tl.program_id(0).to(tl.int64) * stride + first
-    x = tl.load(x_ptr + e, mask=e < SIZE, other=0.0)
-    tl.store(x_ptr + e, spread(x, HADAMARD), mask=e < SIZE)

@@ -27,7 +27,7 @@ from edgellm.kernels.gpu.kv_blocks import (
     DeviceStates,
     SealedPlace,
 )
-from edgellm.kernels.kv_blocks import BLOCK, STORAGE, SealedBlocks
+from edgellm.kernels.kv_blocks import BLOCK, SEALINGS, SealedBlocks
 from edgellm.kernels.sealed_blocks import sealed_end
 from edgellm.kernels.state_blocks import StateView
 from edgellm.kernels.step.span import StepSpan, check_spans, check_states
@@ -212,7 +212,7 @@ def _places(
     for n, pool in pools.items():
         if isinstance(pool, DeviceSealed):
             continue
-        sealing, sealed = STORAGE[pool.format].sealing, None
+        sealing, sealed = SEALINGS.get(pool.format), None
         for other, each in pools.items():
             if isinstance(each, DeviceSealed) and each.host is pool.host.sealed and sealing:
                 sealed = SealedPlace(each, tables[other], sealing)

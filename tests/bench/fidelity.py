@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 RUNTIMES = (
     "edgellm",
     "edgellm kv_format=f32",
-    "edgellm kv_format=int4",
+    "edgellm kv_format=k4v4",
     "edgellm through=decode",
     "edgellm prefill=cpu precision=w8a8",
     "llama.cpp",

@@ -222,7 +222,7 @@ def show_experts(shape: Shape, kind: Kind, device: str, bandwidth: float) -> Non
 
 
 def show_attention(shape: Shape, depth: int, device: str, bandwidth: float) -> None:
-    for format in ("int8", "int4", "f16"):
+    for format in ("int8", "f16"):
         blocks = pool(shape, depth + 1, format, device, layers=1)
         q = torch.randn((1, shape.heads, shape.head_dim), device=device)
         kinds = [(shape.heads, shape.kv_heads, shape.head_dim)]

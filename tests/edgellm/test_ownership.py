@@ -180,10 +180,9 @@ def test_a_saved_block_has_no_rows_of_its_last_owner(format: Any, rows: int) -> 
     clean.copy_rows(0, 0, 0)
     random = np.random.default_rng(rows)
     written = random.integers(-8, 8, (max(rows, 1), 3, 8)) * 2 + 1
-    dtype = np.int8 if format in ("int8", "int4") else blocks.k.dtype
     for layer in range(2):
         for pool in (blocks, clean):
-            pool.write([0, 1], layer, 0, written[:rows].astype(dtype), written[:rows].astype(dtype))
+            pool.write([0, 1], layer, 0, written[:rows], written[:rows])
             for scale in (pool.k_scale, pool.v_scale):
                 if scale is not None:
                     scale[0, layer, :, :rows] = 0.5

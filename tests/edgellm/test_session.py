@@ -293,7 +293,7 @@ def test_two_sessions_in_two_threads(llm: LLM) -> None:
         ({"precision": "w2"}, "w8a8, f32, f16, w4a16, w8a16-qdq"),
         ({"decode": "fast"}, "native, triton, portable, reference"),
         ({"prefill": "tpu"}, "auto, native, triton, cpu, cuda"),
-        ({"kv_format": "int3"}, "int8, int4, f16, f32"),
+        ({"kv_format": "int4"}, "int8, f16, f32"),
         ({"ctx_size": -1}, "`ctx_size` is -1"),
         ({"ctx_size": 10**9}, "allowed with this model are 8192 at most"),
         ({"ctx_size": 64, "cache_size": 5}, "`cache_size` is 5"),

@@ -36,7 +36,7 @@ SHAPES = [
 def read_back(blocks: KVBlocks, table: list[int], name: str, length: int) -> np.ndarray:
     """What layer 1 of the cache holds, `[length, Hkv, D]` float64."""
     scale = getattr(blocks, f"{name}_scale")
-    spread = blocks.format == "int4" or (blocks.format == "int8" and name == "k")
+    spread = blocks.format == "int8" and name == "k"
     rows = []
     for position in range(length):
         block, row = table[position // BLOCK], position % BLOCK
@@ -101,12 +101,8 @@ def tolerance(attend: Attend, format: str) -> float:
     return 3e-6 if format not in SCALED or attend is portable.attend else 3e-4
 
 
-@pytest.mark.parametrize(
-    ("shape", "format"),
-    # int4 takes heads of a multiple of 8
-    [(s, format) for s in SHAPES for format in ROW_FORMATS if format != "int4" or s[-1] % 8 == 0],
-    ids=str,
-)
+@pytest.mark.parametrize("format", ROW_FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("poisoned")
 def test_matches_reference(all_of_them: All, shape: tuple[int, ...], format: str) -> None:
     compare(all_of_them(), shape, format, None)

@@ -23,7 +23,7 @@ from edgellm.kernels.step.gpu_inputs import SpanInputs  # noqa: E402
 # Of sequences, one after the other.
 TABLES = [[3, 0, 5, 1, 4], [9, 2], [6, 11, 8], [7], [10]]
 # Relative to the largest output: halves for queries, weights and sums of codes.
-ALLOWED = {"int8": 2e-3, "int4": 2e-3, "f16": 2e-3, "f32": 2e-6}
+ALLOWED = {"int8": 2e-3, "f16": 2e-3, "f32": 2e-6}
 
 
 def run(
@@ -195,7 +195,7 @@ def test_tiny_and_huge_values_stay_finite(triton_device: str, size: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("format", "window"), [("int8", 40), ("int4", None), ("f16", 40), ("f32", None)]
+    ("format", "window"), [("int8", 40), ("int8", None), ("f16", 40), ("f32", None)]
 )
 def test_spans_of_several_sequences(
     triton_device: str, format: KVFormat, window: int | None
@@ -213,7 +213,7 @@ def test_spans_of_several_sequences(
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("format", ["int4", "f32"])
+@pytest.mark.parametrize("format", ["int8", "f32"])
 def test_a_span_has_the_same_bits_in_company(triton_device: str, format: KVFormat) -> None:
     """With the same tiles, and keys too few to be split."""
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 64}
@@ -228,7 +228,7 @@ def test_a_span_has_the_same_bits_in_company(triton_device: str, format: KVForma
     [
         ("int8", 1, 64),
         ("f16", 3, 64),
-        ("int4", 4, 256),
+        ("int8", 4, 256),
         ("f32", 71, 32),
         ("int8", 8, 128),
     ],

@@ -109,7 +109,7 @@ def softmax_shares(q: np.ndarray, k: np.ndarray, first: int, rules: dict[str, An
             (SHAPES[0], "int8"),
             (replace(SHAPES[1], layers=2), "f32"),
             (SHAPES[4], "f16"),
-            (Shape(6, 2, 32, parts=Parts(softcap=5.0, sinks=True)), "int4"),
+            (Shape(6, 2, 32, parts=Parts(softcap=5.0, sinks=True)), "int8"),
         ]
     ),
     indirect=["compiled"],

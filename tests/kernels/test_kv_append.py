@@ -50,7 +50,7 @@ def stored_row(blocks: KVBlocks, name: str, block: int, row: int, layer: int = 1
 
 def spread(format: str, name: str) -> bool:
     """Whether rows are rounded after the Hadamard transform."""
-    return format == "int4" or (format == "int8" and name == "k")
+    return format == "int8" and name == "k"
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)
@@ -183,9 +183,9 @@ def test_rotated_rows(
             allowed: np.ndarray | float = 3e-6 if format == "f32" else 2.0**-9
             exact = hadamard.transform(values[t]) if spread(format, name) else values[t]
             if scales is not None:
-                scale, steps = scales[block, 1, :, row, None], {"int8": 127, "int4": 16}[format]
-                np.testing.assert_allclose(scale[:, 0], np.abs(exact).max(-1) / steps, rtol=1e-5)
-                found, allowed = found * scale, {"int8": 0.501, "int4": 1.001}[format] * scale
+                scale = scales[block, 1, :, row, None]
+                np.testing.assert_allclose(scale[:, 0], np.abs(exact).max(-1) / 127, rtol=1e-5)
+                found, allowed = found * scale, 0.501 * scale
             assert (np.abs(found - exact) <= allowed).all()
 
 
@@ -265,7 +265,7 @@ def test_an_offset_of_another_shape_is_refused() -> None:
             allocate(**sizes, key_offset=wrong)
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "f32"])
+@pytest.mark.parametrize("format", ["int8", "f32"])
 def test_broken_rows_show(implementation: AppendRotated, format: str) -> None:
     """NaN must not be quantized into something that looks like a value."""
     qkv = np.ones((1, 3, 8), np.float32)

@@ -9,8 +9,6 @@ from edgellm.kernels.kv_blocks import BLOCK, ROW_FORMATS, KVBlocks, allocate
 from edgellm.kernels.kv_shift import move, reference
 
 INV_FREQ = ((1.0, 0.3, 0.01), (0.7, 0.0, 0.2))  # by layer; 6 of 16 dimensions are rotated
-# Of a row's scale, how far rounding to a code can be off; the float formats have no scale.
-HALF_STEP = {"int8": 0.501, "int4": 1.0}
 
 
 def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -21,7 +19,7 @@ def keys(blocks: KVBlocks, block: int, layer: int, row: int) -> tuple[np.ndarray
     scale = blocks.k_scale[block, layer, :, row].astype(np.float64)
     found *= scale[:, None]
     # an error in each of D numbers may meet in one of them after the transform
-    return hadamard.transform(found), scale * HALF_STEP[blocks.format] * np.sqrt(found.shape[1])
+    return hadamard.transform(found), scale * 0.501 * np.sqrt(found.shape[1])
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)

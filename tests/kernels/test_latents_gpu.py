@@ -26,7 +26,6 @@ from edgellm.kernels.kv_blocks import (  # noqa: E402
     BLOCK,
     ROW_FORMATS,
     SCALED,
-    SPREAD_VALUES,
     KVFormat,
     allocate,
 )
@@ -171,8 +170,7 @@ class Op:
             blocks, rows = ([place[i] for place in places] for i in (0, 2))
             k *= self._host.k_scale[blocks, LAYER, :, rows][..., None]
             v *= self._host.v_scale[blocks, LAYER, :, rows][..., None]
-        k = hadamard.transform(k) if self.format in SCALED else k
-        return k, hadamard.transform(v) if self.format in SPREAD_VALUES else v
+        return hadamard.transform(k) if self.format in SCALED else k, v
 
     def expected(self, number: int, start: int, x: Floats, q: Floats) -> Floats:
         """What heads attend to, on what the cache holds."""

@@ -27,7 +27,7 @@ from edgellm.kernels.kv_append.reference import round_trip  # noqa: E402
 from edgellm.kernels.kv_blocks import (  # noqa: E402
     BLOCK,
     SEALED,
-    STORAGE,
+    SEALINGS,
     KVBlocks,
     KVFormat,
     allocate,
@@ -144,8 +144,7 @@ def test_blocks_are_sealed_as_the_reference_says(
     cache = Cache.of(format, heads, kv_heads, head_dim, triton_device)
     filled(cache, [530, 390])
     cache.seal([(511, 514), (384, 385)])
-    sealed, sealing = cache.sealed.host, STORAGE[format].sealing
-    assert sealing is not None
+    sealed, sealing = cache.sealed.host, SEALINGS[format]
     cache.sealed.give(range(6))
     untouched = allocate_sealed(
         format=format, blocks=1, layers=2, kv_heads=kv_heads, head_dim=head_dim

@@ -16,7 +16,7 @@ from edgellm.cache.sequence import Sequence
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, LayerConfig, Mlp, Rope
 from edgellm.kernels.kv_append import append
-from edgellm.kernels.kv_blocks import BLOCK, SPREAD_VALUES, KVBlocks
+from edgellm.kernels.kv_blocks import BLOCK, KVBlocks
 from edgellm.kernels.sealed_blocks import sealed_end
 
 CTX, VALUE = 1200, 8
@@ -93,7 +93,7 @@ def row_tokens(blocks: KVBlocks, block: int) -> np.ndarray:
     """The tokens of a block's rows, each of which is the largest number of its row of V."""
     if blocks.v_scale is None:
         return np.array([blocks.value_rows(block, 0, row)[0, 0] for row in range(BLOCK)])
-    spread = np.sqrt(VALUE) if blocks.format in SPREAD_VALUES else 1
+    spread = np.sqrt(VALUE) if blocks.format in SEALED else 1
     with np.errstate(all="ignore"):  # rows that were never written
         return np.rint(127 * blocks.v_scale[block, 0, 0] / spread)
 

@@ -73,7 +73,7 @@ def test_memory_comes_before_the_disk(start: Callable[..., LLM]) -> None:
 
 def test_another_format_or_back_end_has_blocks_of_its_own(start: Callable[..., LLM]) -> None:
     ask(start())
-    assert ask(start(kv_format="int4")).stats.cached_tokens == 0
+    assert ask(start(kv_format="f16")).stats.cached_tokens == 0
     other = start(prefill="cpu", precision="f32", decode="reference")
     assert ask(other).stats.cached_tokens == 0
 

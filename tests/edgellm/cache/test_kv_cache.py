@@ -164,11 +164,11 @@ def test_rewind_forward_is_refused() -> None:
 
 
 def test_unknown_format() -> None:
-    with pytest.raises(OptionError, match="int8, int4, f16, f32"):
-        KVCache(cache_groups(CONFIG), format="int2", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="int8, f16, f32"):
+        KVCache(cache_groups(CONFIG), format="int4", ctx_size=1, blocks=1, fingerprint=b"")  # type: ignore[arg-type]
 
 
-def test_int4_takes_heads_of_a_multiple_of_8() -> None:
+def test_packed_blocks_take_heads_of_a_multiple_of_8() -> None:
     attention = Attention(heads=8, kv_heads=8, head_dim=20)
     odd = replace(
         CONFIG,
@@ -176,7 +176,7 @@ def test_int4_takes_heads_of_a_multiple_of_8() -> None:
         ropes=(Rope(inv_freq=(1.0, 0.1, 0.01)),),
     )
     with pytest.raises(OptionError, match="head_dim is 20"):
-        KVCache(cache_groups(odd), format="int4", ctx_size=1, blocks=1, fingerprint=b"")
+        KVCache(cache_groups(odd), format="k8v4", ctx_size=1, blocks=1, fingerprint=b"")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -155,7 +155,7 @@ def test_another_arithmetic_has_other_names(start: Callable[..., LLM]) -> None:
     prefill(usual, store)
     # portable is what a user gets without the native kernels
     decode = "reference" if usual.decode.startswith("portable") else "portable"
-    for options in ({"kv_format": "int4"}, {"prefill": "cpu", "decode": decode}):
+    for options in ({"kv_format": "f16"}, {"prefill": "cpu", "decode": decode}):
         assert read(start(**options), store) == 0
 
 

@@ -186,7 +186,7 @@ def test_a_budget_without_effect_counts_nothing() -> None:
     ("options", "message"),
     [
         ({"kv_budget": LEAST_BUDGET - 1}, "`kv_budget` is 639"),
-        ({"kv_format": "k4v4"}, "take one of int8, int4, f16, f32"),
+        ({"kv_format": "k4v4"}, "take one of int8, f16, f32"),
         ({"kv_policy": "oldest"}, "sinks"),
         ({"decode": "portable"}, "take native for both"),
         ({"prefill": "cpu"}, "take native for both"),

@@ -92,7 +92,7 @@ def test_a_forked_process_refuses(folder: str, tmp_path: Path) -> None:
     assert llm.generate(TOKENS, **ANSWER).tokens == expected
 
 
-@pytest.mark.parametrize("format", ["int8", "int4", "f32"])
+@pytest.mark.parametrize("format", ["int8", "f32"])
 def test_formats_without_packed_blocks_are_refused(format: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="take one of k8v4, k4v4, k4v2, or leave out"):
         EngineOptions(kv_format=format, kv_spill=tmp_path)  # type: ignore[arg-type]

@@ -175,7 +175,7 @@ def test_garbage_is_never_allowed() -> None:
     """However large the error was when weights were rounded, it does not excuse garbage."""
     summary = ImportSummary(0, 1, 1.4, "head", 1.4)
     assert segment_limit(summary) <= 0.5
-    assert prompt_limit(summary, "int4") <= 0.75
+    assert prompt_limit(summary) <= 0.75
 
 
 def test_a_reference_that_is_kept_is_taken(

@@ -25,10 +25,10 @@ def test_texts_of_a_command_line() -> None:
 def test_what_is_in_a_config_file() -> None:
     arguments = Arguments(
         threads=1,
-        engine={"ctx_size": 2048, "kv_format": "int4"},
+        engine={"ctx_size": 2048, "kv_format": "k4v4"},
         server={"host": "0.0.0.0", "api_keys": ["a"], "metrics": True},
     )
-    assert arguments.engine_arguments == {"ctx_size": 2048, "kv_format": "int4", "threads": 1}
+    assert arguments.engine_arguments == {"ctx_size": 2048, "kv_format": "k4v4", "threads": 1}
     assert arguments.serve_options.api_keys == ("a",)
     assert arguments.serve_options.metrics
 
