@@ -18,7 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
-from edgellm.kernels.attention.gpu_sealed import attend_sealed
+from edgellm.kernels.attention.gpu_rows import (
+    factors,
+    in_parts,
+    key_tile,
+    products,
+    query_tile,
+    value_tile,
+    with_values,
+)
+from edgellm.kernels.attention.gpu_sealed import over_sealed
 from edgellm.kernels.attention.gpu_tiles import (
     JOB_FIELDS,
     ROW_FIELDS,
@@ -73,71 +82,21 @@ class Partials:
         )
 
 
-@triton.jit
-def key_tile(
-    k_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, QUADS: tl.constexpr, KEYS: tl.constexpr
-) -> tl.tensor:
-    """Load KEYS keys from row `first` of a head's block on, `[4 * QUADS, KEYS]`; 0 past ROW."""
-    PANELS: tl.constexpr = KEYS // 16
-    panel = first // 16 + tl.arange(0, PANELS)
-    e = tl.arange(0, QUADS * 64)
-    offset = panel[:, None] * (16 * ROW) + e[None, :]
-    codes = tl.load(k_ptr + offset, mask=(e < 16 * ROW)[None, :], other=0)
-    codes = tl.reshape(codes, [PANELS, QUADS, 16, 4])
-    return tl.reshape(tl.permute(codes, [1, 3, 0, 2]), [QUADS * 4, PANELS * 16])
-
-
-@triton.jit
-def value_tile(
-    v_ptr: tl.tensor, first: tl.tensor, ROW: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr
-) -> tl.tensor:
-    """Load KEYS values from row `first` of a head's block on, `[KEYS, WIDTH]`; 0 past ROW."""
-    QUADS: tl.constexpr = KEYS // 4
-    quad = first // 4 + tl.arange(0, QUADS)
-    e = tl.arange(0, WIDTH * 4)
-    offset = quad[:, None] * (4 * ROW) + e[None, :]
-    codes = tl.load(v_ptr + offset, mask=(e < 4 * ROW)[None, :], other=0)
-    codes = tl.reshape(codes, [QUADS, WIDTH, 4])
-    return tl.reshape(tl.permute(codes, [0, 2, 1]), [QUADS * 4, WIDTH])
-
-
-@triton.jit
-def factors(codes: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return what queries or weights are multiplied by."""
-    if FORMAT != "f32":
-        codes = codes.to(tl.float16)
-    return codes
-
-
-@triton.jit
-def query_tile(
-    q_ptr: tl.tensor, at: tl.tensor, inside: tl.tensor, FORMAT: tl.constexpr
-) -> tl.tensor:
-    """Load queries `[R, D]`, and what their scores are multiplied by."""
-    q = tl.load(q_ptr + at, mask=inside, other=0.0)
-    size = tl.max(tl.abs(q), axis=1)
-    if FORMAT == "f32":
-        size = tl.full(size.shape, 1.0, tl.float32)
-    else:
-        q = (q / tl.where(size > 0, size, 1.0)[:, None]).to(tl.float16)
-    return q, size
-
-
-@triton.jit
-def products(q: tl.tensor, keys: tl.tensor, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return the products of queries and keys `[R, K]`, as `query_tile` and `factors` give them."""
-    return tl.dot(q, keys, input_precision="ieee") if FORMAT == "f32" else tl.dot(q, keys)
-
-
 # one compilation for all layers
 @triton.jit(do_not_specialize=["layer"])
 def attention_kernel(
     q_ptr: tl.tensor,
+    plain_ptr: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     k_scale_ptr: tl.tensor,
     v_scale_ptr: tl.tensor,
+    sealed_k_ptr: tl.tensor,
+    sealed_v_ptr: tl.tensor,
+    sealed_k_scale_ptr: tl.tensor,
+    sealed_v_scale_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    sealed_table_ptr: tl.tensor,
     job_ptr: tl.tensor,
     sums_ptr: tl.tensor,
     largest_ptr: tl.tensor,
@@ -153,6 +112,8 @@ def attention_kernel(
     HEAD_DIM: tl.constexpr,
     LATENT: tl.constexpr,
     FORMAT: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     CAP: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -166,10 +127,12 @@ def attention_kernel(
 
     The grid counts jobs, see `Work`, and KV heads. WIDTH is the padded width of a cached value,
     KEY_WIDTH that of a key. LATENT is the width of latents, which are values and, behind what K
-    has, the rest of the keys; or 0.
+    has, the rest of the keys; or 0. FORMAT is that of rows; KEY_BITS and VALUE_BITS those of sealed
+    blocks, or 0 and 8. `plain` has the queries before the Hadamard transform.
     """
     SCALED: tl.constexpr = FORMAT == "int8"
     VALUE_DIM: tl.constexpr = LATENT if LATENT > 0 else HEAD_DIM
+    PARTS: tl.constexpr = 8 // VALUE_BITS
     LOG2_E: tl.constexpr = 1.4426950408889634  # exp2 takes the place of exp
     allow_next(EARLY)
     wait_for_last(EARLY)
@@ -189,16 +152,6 @@ def attention_kernel(
     query = (first_row + r // GROUP) * heads + kv_head * GROUP + r % GROUP
     if not CAP:
         scale *= LOG2_E
-    e = tl.arange(0, KEY_WIDTH)
-    at = query[:, None] * (HEAD_DIM + LATENT) + e[None, :]
-    q, factor = query_tile(q_ptr, at, there[:, None] & (e < HEAD_DIM)[None, :], FORMAT)
-    factor *= scale
-    e = tl.arange(0, WIDTH)
-    inside = there[:, None] & (e < VALUE_DIM)[None, :]
-    if LATENT > 0:
-        at = query[:, None] * (HEAD_DIM + LATENT) + HEAD_DIM + e[None, :]
-        latent_q, latent_factor = query_tile(q_ptr, at, inside, FORMAT)
-        latent_factor *= scale
 
     # the keys that any query of this tile sees, in tiles, and this split's share of them
     first_token = first_query // GROUP
@@ -212,19 +165,64 @@ def attention_kernel(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(begin, end, KEYS):
+    low, high = begin, end
+    if KEY_BITS > 0:
+        # the number behind the last sealed block, of each row and of the first and the last one
+        sealed = tl.maximum(position // BLOCK - 1, 1)
+        first_sealed = tl.maximum((start + first_token) // BLOCK - 1, 1)
+        last_sealed = tl.maximum((start + last_token) // BLOCK - 1, 1)
+        largest, weight, sums = over_sealed(
+            plain_ptr if KEY_BITS < 8 else q_ptr,
+            (sealed_k_ptr, sealed_v_ptr, sealed_k_scale_ptr, sealed_v_scale_ptr),
+            sealed_table_ptr + table * table_stride,
+            query,
+            there,
+            (tl.maximum(begin, BLOCK), tl.minimum(end, last_sealed * BLOCK)),
+            sealed,
+            (kv_head, kv_heads, layer, layers),
+            scale,
+            cap,
+            (largest, weight, sums),
+            HEAD_DIM,
+            KEY_BITS,
+            VALUE_BITS,
+            CAP,
+            WIDTH,
+            KEYS,
+            BLOCK,
+        )
+        # keys of the first block, and behind a gap those that the first row reads as rows
+        gap = (first_sealed - 1) * BLOCK
+        low = tl.where(begin < BLOCK, begin, tl.maximum(begin - gap, BLOCK))
+        high = tl.maximum(tl.minimum(end, BLOCK), end - gap)
+
+    e = tl.arange(0, KEY_WIDTH)
+    at = query[:, None] * (HEAD_DIM + LATENT) + e[None, :]
+    q, factor = query_tile(q_ptr, at, there[:, None] & (e < HEAD_DIM)[None, :], FORMAT)
+    factor *= scale
+    if LATENT > 0:
+        e = tl.arange(0, WIDTH)
+        at = query[:, None] * (HEAD_DIM + LATENT) + HEAD_DIM + e[None, :]
+        inside = there[:, None] & (e < LATENT)[None, :]
+        latent_q, latent_factor = query_tile(q_ptr, at, inside, FORMAT)
+        latent_factor *= scale
+    for number in range(low, high, KEYS):
+        first = number
+        if KEY_BITS > 0:
+            first = tl.where(number < BLOCK, number, number + gap)
         block = tl.load(table_ptr + first // BLOCK)
         place = (block * layers + layer) * kv_heads + kv_head
         row = first % BLOCK
         key = first + tl.arange(0, KEYS)
-        codes = key_tile(k_ptr + place * (BLOCK * HEAD_DIM), row, HEAD_DIM, KEY_WIDTH // 4, KEYS)
+        codes = key_tile(k_ptr + place * (BLOCK * HEAD_DIM), row, HEAD_DIM, KEY_WIDTH, KEYS, 1)
         score = products(q, factors(codes, FORMAT), FORMAT) * factor[:, None]
         at_scale = place * BLOCK + row + tl.arange(0, KEYS)
         written = key < end
         if SCALED:
             score *= tl.load(k_scale_ptr + at_scale, mask=written, other=0.0)[None, :]
+        codes_ptr = v_ptr + place * (BLOCK * VALUE_DIM)
         if LATENT > 0:
-            codes = value_tile(v_ptr + place * (BLOCK * VALUE_DIM), row, VALUE_DIM, WIDTH, KEYS)
+            codes = value_tile(codes_ptr, row, LATENT, WIDTH, KEYS, 1, 0)
             if not SCALED:
                 codes = tl.where(written[:, None], codes, 0.0)
             values = factors(codes, FORMAT)
@@ -234,29 +232,30 @@ def attention_kernel(
             score += rest
         if CAP:
             score = soft_capped(score, cap) * LOG2_E
-        seen = (key[None, :] <= position[:, None]) & (key[None, :] > position[:, None] - window)
-        score = tl.where(seen & written[None, :], score, float("-inf"))
+        seen = (key[None, :] <= position[:, None]) & written[None, :]
+        if KEY_BITS > 0:
+            seen &= ((first < BLOCK) | (first // BLOCK >= sealed))[:, None]
+        else:
+            seen &= key[None, :] > position[:, None] - window
+        score = tl.where(seen, score, float("-inf"))
         p, keep, largest, weight = softened(score, largest, weight)
         if LATENT == 0:
-            codes = value_tile(v_ptr + place * (BLOCK * VALUE_DIM), row, VALUE_DIM, WIDTH, KEYS)
+            codes = value_tile(codes_ptr, row, HEAD_DIM, WIDTH, KEYS, PARTS, 0)
             if not SCALED:
                 # rows that were never written may be NaN, and 0 * NaN is NaN
                 codes = tl.where(written[:, None], codes, 0.0)
             values = factors(codes, FORMAT)
-        v_size = 1.0
         if SCALED:
             v_scale = tl.load(v_scale_ptr + at_scale, mask=written, other=0.0)
-            v_size = tl.max(v_scale, axis=0)
-            p *= (v_scale / tl.where(v_size > 0, v_size, 1.0))[None, :]
-        if FORMAT == "f32":
-            sums = sums * keep[:, None] + tl.dot(p, values, input_precision="ieee")
+            sums = with_values(sums, keep, p, values, v_scale)
         else:
-            sums = sums * keep[:, None] + tl.dot(p.to(tl.float16), values) * v_size
+            sums = sums * keep[:, None] + products(factors(p, FORMAT), values, FORMAT)
 
     # loaded behind the loop, so that it takes no register there
     out = (tl.load(job_ptr + 7) + split * tokens) * heads + query
-    at = out[:, None].to(tl.int64) * VALUE_DIM + e[None, :]
-    tl.store(sums_ptr + at, sums, mask=inside)
+    value_at, value_inside = in_parts(WIDTH, VALUE_DIM, PARTS)
+    at = out[:, None].to(tl.int64) * VALUE_DIM + value_at[None, :]
+    tl.store(sums_ptr + at, sums, mask=there[:, None] & value_inside[None, :])
     tl.store(largest_ptr + out, largest, mask=there)
     tl.store(weight_ptr + out, weight, mask=there)
 
@@ -357,35 +356,36 @@ def attend(
         sealed: sealed blocks of the same layers, where the format seals them.
     """
     host, width = blocks.host, blocks.host.value_dim
-    heads, head_dim = q.shape[1], blocks.host.head_dim
-    # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
-    large = width > (64 if blocks.format == "f32" else 256)
-    halves = host.latent > 0 or blocks.format != "int8"
-    wide = work.tile == ROWS or (large and halves)
-    scale = head_dim**-0.5 if scale is None else scale
+    (tokens, heads), head_dim, padded = q.shape[:2], host.head_dim, max(16, aligned(width))
     keys = Tiling.of(blocks, heads).keys
+    pool, ids, key_bits, value_bits = (
+        (blocks.k, blocks.v, blocks.k_scale, blocks.v_scale),
+        tables,
+        0,
+        8,
+    )
     if sealed is not None:
-        attend_sealed(
-            blocks,
-            tables,
-            sealed,
-            layer,
-            q,
-            out,
-            work,
-            (partials.sums, partials.largest, partials.weight),
-            scale=scale,
-            softcap=softcap,
-            keys=keys,
-        )
-        return _combine(blocks, q, work, out, partials, sinks=sinks, gate=gate, coded=coded)
+        pool, ids, bits = sealed.arrays, sealed.tables, sealed.sealing
+        key_bits, value_bits = bits.key_bits, bits.value_bits
+        wide = work.tile * padded >= 4096
+        if not bits.channels and padded == 64 and not wide:
+            keys = (
+                32  # with 64 keys of rows, four warps spill 16 bytes on sm_90, and eight 8 on sm_80
+            )
+    else:
+        # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
+        large = width > (64 if blocks.format == "f32" else 256)
+        wide = work.tile == ROWS or (large and (host.latent > 0 or blocks.format != "int8"))
     attention_kernel[(len(work.jobs), host.kv_heads)](
         q,
+        out,
         blocks.k,
         blocks.v,
         blocks.k_scale,
         blocks.v_scale,
+        *pool,
         tables,
+        ids,
         work.jobs,
         partials.sums,
         partials.largest,
@@ -395,15 +395,17 @@ def attend(
         layer,
         host.layers,
         window or 1 << 30,
-        scale,
+        head_dim**-0.5 if scale is None else scale,
         0.0 if softcap is None else softcap,
         GROUP=heads // host.kv_heads,
         HEAD_DIM=head_dim,
         LATENT=host.latent,
-        FORMAT=blocks.format,
+        FORMAT=blocks.row_format,
+        KEY_BITS=key_bits,
+        VALUE_BITS=value_bits,
         CAP=softcap is not None,
         KEY_WIDTH=max(16, aligned(head_dim)),
-        WIDTH=max(16, aligned(width)),
+        WIDTH=padded,
         ROWS=work.tile,
         KEYS=keys,
         BLOCK=BLOCK,
@@ -411,22 +413,6 @@ def attend(
         num_warps=8 if wide else 4,
         **early(),
     )
-    _combine(blocks, q, work, out, partials, sinks=sinks, gate=gate, coded=coded)
-
-
-def _combine(
-    blocks: DeviceBlocks,
-    q: torch.Tensor,
-    work: Work,
-    out: torch.Tensor,
-    partials: Partials,
-    *,
-    sinks: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    coded: CodedRows | None,
-) -> None:
-    """Add up the splits; see `attend`."""
-    (tokens, heads), width = q.shape[:2], blocks.host.value_dim
     combine_kernel[(tokens * heads,)](
         partials.sums,
         partials.largest,

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from numpy.typing import NDArray
 
 from edgellm.kernels.kv_blocks import SEALED, KVBlocks, KVFormat, SealedBlocks, Sealing
@@ -149,6 +151,13 @@ class SealedPlace:
     tables: torch.Tensor
     sealing: Sealing
 
+    @property
+    def arrays(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """K, V and their scales as kernels read them: keys that are not packed are int8."""
+        blocks = self.blocks
+        k = blocks.k if self.sealing.channels else blocks.k.view(torch.int8)
+        return k, blocks.v, blocks.k_scale, blocks.v_scale
+
 
 DevicePool = DeviceBlocks | DeviceStates | DeviceSealed
 
@@ -172,3 +181,15 @@ class DeviceStateRows:
     def of(self, spans: int, rows: int) -> DeviceStateRows:
         """Return the first spans and rows."""
         return replace(self, spans=self.spans[:spans], rows=self.rows[:rows])
+
+
+@triton.jit
+def key_places(row: tl.tensor, e: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
+    """Return where elements `e` of a key lie in a head's block, whose rows have ROW elements."""
+    return (row // 16 * (16 * ROW) + row % 16 * 4) + (e // 4 * 64 + e % 4)
+
+
+@triton.jit
+def value_places(row: tl.tensor, e: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
+    """Return where elements `e` of a value lie in a head's block, whose rows have ROW elements."""
+    return row // 4 * (4 * ROW) + row % 4 + e * 4

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, key_places, value_places
 from edgellm.kernels.hadamard import power_of_two_factor
 from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.norms import HeadNorms
@@ -123,58 +123,32 @@ def rotated(
 
 
 @triton.jit
-def rounded(x: tl.tensor, SIZE: tl.constexpr, FORMAT: tl.constexpr) -> tl.tensor:
-    """Return a row of SIZE numbers as the cache has it, and its scale; `x` may be padded."""
-    largest = tl.max(tl.abs(tl.where(tl.arange(0, x.numel) < SIZE, x, 0.0)), axis=0)
-    scale = largest
+def store_row(
+    x: tl.tensor,
+    row_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    place: tl.tensor,
+    at: tl.tensor,
+    KEY: tl.constexpr,
+    SIZE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Round the first SIZE numbers, and write them to row `at` of a head's block.
+
+    Args:
+        place: number of the block and head.
+        KEY: whether they are a key, not a value.
+    """
+    e = tl.arange(0, x.numel)
     if FORMAT == "int8":
-        scale = largest * (1.0 / 127)
-        stored = round_half_even(x / tl.maximum(scale, 1.1754944e-38)).to(tl.int8)
+        scale = tl.max(tl.abs(tl.where(e < SIZE, x, 0.0)), axis=0) * (1.0 / 127)
+        x = round_half_even(x / tl.maximum(scale, 1.1754944e-38)).to(tl.int8)
+        tl.store(scale_ptr + place * BLOCK + at, scale)
     elif FORMAT == "f16":
-        stored = x.to(tl.float16)
-    else:
-        stored = x
-    return stored, scale
-
-
-@triton.jit
-def store_key(
-    stored: tl.tensor,
-    scale: tl.tensor,
-    k_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    place: tl.tensor,
-    at: tl.tensor,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write a key to row `at` of a head's block, of which `place` is the number."""
-    e = tl.arange(0, stored.numel)
-    offset = at // 16 * (SIZE * 16) + e // 4 * 64 + at % 16 * 4 + e % 4
-    tl.store(k_ptr + place * (BLOCK * SIZE) + offset, stored, mask=e < SIZE)
-    if FORMAT == "int8":
-        tl.store(scale_ptr + place * BLOCK + at, scale)
-
-
-@triton.jit
-def store_value(
-    stored: tl.tensor,
-    scale: tl.tensor,
-    v_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    place: tl.tensor,
-    at: tl.tensor,
-    SIZE: tl.constexpr,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Write a value to row `at` of a head's block, of which `place` is the number."""
-    e = tl.arange(0, stored.numel)
-    offset = at // 4 * (SIZE * 4) + e * 4 + at % 4
-    tl.store(v_ptr + place * (BLOCK * SIZE) + offset, stored, mask=e < SIZE)
-    if FORMAT == "int8":
-        tl.store(scale_ptr + place * BLOCK + at, scale)
+        x = x.to(tl.float16)
+    offset = key_places(at, e, SIZE) if KEY else value_places(at, e, SIZE)
+    tl.store(row_ptr + place * (BLOCK * SIZE) + offset, x, mask=e < SIZE)
 
 
 # one compilation for all layers
@@ -301,11 +275,10 @@ def append_kernel(
         block = tl.load(table_ptr + position // BLOCK)
         place = (block * layers + layer) * kv_heads + kv_head
         at = position % BLOCK
-        stored, scale = rounded(x, HEAD_DIM, FORMAT)
         if is_value:
-            store_value(stored, scale, v_ptr, v_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
+            store_row(x, v_ptr, v_scale_ptr, place, at, False, HEAD_DIM, FORMAT, BLOCK)
         else:
-            store_key(stored, scale, k_ptr, k_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
+            store_row(x, k_ptr, k_scale_ptr, place, at, True, HEAD_DIM, FORMAT, BLOCK)
 
 
 def append_rotated(

@@ -17,10 +17,10 @@ import triton.language as tl
 
 from edgellm.kernels.gpu.device import aligned
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
-from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, SealedPlace
-from edgellm.kernels.hadamard import power_of_two_factor
+from edgellm.kernels.gpu.kv_blocks import DeviceBlocks, SealedPlace, key_places, value_places
 from edgellm.kernels.hadamard.gpu import spread
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_append.gpu import hadamard_size
+from edgellm.kernels.kv_blocks import BLOCK, SEALED
 
 # Rows of a block that are in registers at once, and warps: four of them spill 8 bytes on sm_80.
 ROWS, WARPS = 16, 8
@@ -39,19 +39,6 @@ def packed(codes: tl.tensor, ROW: tl.constexpr, BITS: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def key_places(rows: tl.tensor, d: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Return where bytes `d` of rows of keys lie in a head's block, `[R, D]`."""
-    at = (rows // 16 * (16 * ROW) + rows % 16 * 4)[:, None]
-    return at + (d // 4 * 64 + d % 4)[None, :]
-
-
-@triton.jit
-def value_places(rows: tl.tensor, d: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Return where bytes `d` of rows of values lie in a head's block, `[R, D]`."""
-    return (rows // 4 * (4 * ROW) + rows % 4)[:, None] + (d * 4)[None, :]
-
-
-@triton.jit
 def plain_keys(
     k_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -63,7 +50,7 @@ def plain_keys(
     """Load keys of a head's block as they were before the transform, `[R, WIDTH]`."""
     R: tl.constexpr = rows.shape[0]
     d = tl.arange(0, WIDTH)
-    at = key_places(rows, d, HEAD_DIM)
+    at = key_places(rows[:, None], d[None, :], HEAD_DIM)
     codes = tl.load(k_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0)
     x = codes.to(tl.float32) * tl.load(scale_ptr + rows)[:, None]
     return tl.reshape(spread(tl.reshape(x, [R * WIDTH]), HADAMARD), [R, WIDTH])
@@ -107,7 +94,7 @@ def seal_channels(
         total += tl.sum(rest, axis=0)
         product += tl.sum(odd * rest, axis=0)
         i = tl.arange(0, WIDTH * BITS // 8)
-        at = key_places(rows, i, ROW)
+        at = key_places(rows[:, None], i[None, :], ROW)
         tl.store(to_ptr + at, packed(code.to(tl.int32), ROW, BITS), mask=(i < ROW)[None, :])
     apart = BLOCK * squares - sums * sums
     half = (BLOCK * product - sums * total) / tl.where(apart > 0, apart, 1.0)
@@ -154,7 +141,7 @@ def seal_values(
     d = tl.arange(0, WIDTH)
     for first in range(0, BLOCK, ROWS):
         rows = first + tl.arange(0, ROWS)
-        at = value_places(rows, d, HEAD_DIM)
+        at = value_places(rows[:, None], d[None, :], HEAD_DIM)
         x = tl.load(v_ptr + at, mask=(d < HEAD_DIM)[None, :], other=0).to(tl.float32)
         scale = tl.load(scale_ptr + rows)
         codes = tl.zeros([ROWS, WIDTH], tl.int32)
@@ -173,7 +160,7 @@ def seal_values(
             tl.store(to_scale_ptr + part * BLOCK + rows, (scale * best).to(tl.float16))
             codes += tl.where(own, code, 0.0).to(tl.int32)
         i = tl.arange(0, WIDTH * BITS // 8)
-        at = value_places(rows, i, ROW)
+        at = value_places(rows[:, None], i[None, :], ROW)
         tl.store(to_ptr + at, packed(codes, ROW, BITS), mask=(i < ROW)[None, :])
 
 
@@ -275,10 +262,7 @@ def seal(
         blocks.v,
         blocks.k_scale,
         blocks.v_scale,
-        sealed.blocks.k if bits.channels else sealed.blocks.k.view(torch.int8),
-        sealed.blocks.v,
-        sealed.blocks.k_scale,
-        sealed.blocks.v_scale,
+        *sealed.arrays,
         tables,
         sealed.tables,
         rows,
@@ -289,7 +273,7 @@ def seal(
         host.layers,
         HEAD_DIM=host.head_dim,
         WIDTH=max(16, aligned(host.head_dim)),
-        HADAMARD=power_of_two_factor(host.head_dim, limit=host.head_dim),
+        HADAMARD=hadamard_size(blocks, SEALED, host.head_dim),
         KEY_BITS=bits.key_bits,
         VALUE_BITS=bits.value_bits,
         ROWS=ROWS,

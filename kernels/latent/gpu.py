@@ -17,13 +17,7 @@ from edgellm.kernels.gpu.device import aligned, on_device
 from edgellm.kernels.gpu.early import allow_next, early, wait_for_last
 from edgellm.kernels.gpu.kv_blocks import DeviceBlocks
 from edgellm.kernels.hadamard.gpu import spread
-from edgellm.kernels.kv_append.gpu import (
-    hadamard_size,
-    rotated,
-    rounded,
-    store_key,
-    store_value,
-)
+from edgellm.kernels.kv_append.gpu import hadamard_size, rotated, store_row
 from edgellm.kernels.kv_blocks import BLOCK, SCALED
 from edgellm.kernels.latent.weights import LatentWeights
 from edgellm.kernels.linear.gpu import (
@@ -256,13 +250,11 @@ def append_latent_kernel(
         if head < heads:
             tl.store(q_ptr + query * (HEAD_DIM + RANK) + d, x, mask=d < HEAD_DIM)
         else:
-            stored, scale = rounded(x, HEAD_DIM, FORMAT)
-            store_key(stored, scale, k_ptr, k_scale_ptr, place, at, HEAD_DIM, FORMAT, BLOCK)
+            store_row(x, k_ptr, k_scale_ptr, place, at, True, HEAD_DIM, FORMAT, BLOCK)
     else:
         # names of their own: those of the other branch are narrower
         e = tl.arange(0, WIDTH)
         latent = tl.load(in_ptr + HEAD_DIM + e, mask=e < RANK, other=0.0)
         latent *= 1.0 / tl.sqrt(tl.sum(latent * latent, axis=0) / RANK + epsilon)
         latent *= tl.load(norm_ptr + e, mask=e < RANK, other=0.0)
-        codes, step = rounded(latent, RANK, FORMAT)
-        store_value(codes, step, v_ptr, v_scale_ptr, place, at, RANK, FORMAT, BLOCK)
+        store_row(latent, v_ptr, v_scale_ptr, place, at, False, RANK, FORMAT, BLOCK)
