@@ -29,9 +29,7 @@ HERE = _usable()
 HERE_OR_NONE = HERE or ("none",)
 
 
-def in_turn(
-    cases: Iterable[Any], *, large: Callable[[Any], bool] = lambda case: False
-) -> list[Any]:
+def in_turn(cases: Iterable[Any], *, large: Callable[[Any], bool] = lambda _: False) -> list[Any]:
     """Each case with the best instruction set and with another one in turn; the rest is slow.
 
     The code of a step is one template of all of them, whose arithmetic has tests of its own.
