@@ -368,10 +368,8 @@ def attend(
         pool, ids, bits = sealed.arrays, sealed.tables, sealed.sealing
         key_bits, value_bits = bits.key_bits, bits.value_bits
         wide = work.tile * padded >= 4096
-        if not bits.channels and padded == 64 and not wide:
-            keys = (
-                32  # with 64 keys of rows, four warps spill 16 bytes on sm_90, and eight 8 on sm_80
-            )
+        if padded == 64 and not wide:
+            keys = 32  # with 64 four warps spill 8 to 16 bytes on sm_90, and eight 8 on sm_80
     else:
         # of 512 numbers four warps hold codes, and spill 16 bytes of a thread in f16
         large = width > (64 if blocks.format == "f32" else 256)
