@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -29,18 +29,18 @@ HERE = _usable()
 HERE_OR_NONE = HERE or ("none",)
 
 
-def in_turn(cases: Iterable[Any], *, large: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+def in_turn(cases: Iterable[Any], *, large: Collection[Any] = ()) -> list[Any]:
     """Each case with the best instruction set and with another one in turn; the rest is slow.
 
     The code of a step is one template of all of them, whose arithmetic has tests of its own.
 
     Args:
-        large: whether the scalar code takes seconds for a case, and so is slow.
+        large: cases that take seconds of scalar code, and so are slow but for the best one.
     """
 
     def wanted(number: int, i: int, case: Any) -> bool:
         turn = i % len(HERE_OR_NONE)
-        return number == 0 or (number == turn and not large(case))
+        return number == 0 or (number == turn and case not in large)
 
     return [
         pytest.param(isa, case, marks=[] if wanted(j, i, case) else pytest.mark.slow)

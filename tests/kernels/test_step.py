@@ -102,7 +102,7 @@ CUT = [
     ("compiled", "case"),
     in_turn(
         ((shape, ("int8", "f32")[i // len(HERE_OR_NONE) % 2]) for i, shape in enumerate(CUT)),
-        large=lambda case: case[0] == LATENTS["wide latents"],
+        large=[(LATENTS["wide latents"], format) for format in ("int8", "f32")],
     ),
     indirect=["compiled"],
     ids=str,
@@ -129,7 +129,7 @@ def test_cuts_and_threads_make_no_difference(
             (HYBRIDS["short_conv"], "k8v4"),
             (HYBRIDS["mamba2 beside attention"], "k4v4"),
         ],
-        large=lambda case: case[0] == SHARED["gemma4"],
+        large=[(SHARED["gemma4"], "k4v2")],
     ),
     indirect=["compiled"],
     ids=str,
