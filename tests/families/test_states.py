@@ -9,7 +9,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ NEAR = 0.1
 class Judged:
     path: str
     judge: Any
+    known: dict[str, Completion] = field(default_factory=dict)
 
     @contextmanager
     def load(self, **options: Any) -> Iterator[LLM]:
@@ -66,9 +67,12 @@ class Judged:
             yield llm
 
     def scratch(self, prompt: Sequence[int], **changes: Any) -> Completion:
-        """The answer to a prompt that nothing was computed of."""
-        with self.load() as llm:
-            return llm.generate(list(prompt), **(GREEDY | changes))
+        """The answer to a prompt that nothing was computed of; of each one there is one."""
+        asked = repr((list(prompt), changes))
+        if asked not in self.known:
+            with self.load() as llm:
+                self.known[asked] = llm.generate(list(prompt), **(GREEDY | changes))
+        return self.known[asked]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
