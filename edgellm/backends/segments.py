@@ -223,16 +223,22 @@ class Segments:
             binding.bind_ortvalue_input(name, value)
         for name, array in outputs.items():
             binding.bind_ortvalue_output(name, OrtValue.ortvalue_from_numpy(array))
-        # a provider with memory of its own (even OpenVINO on a CPU) copies inputs when they are
-        # bound, and would go on computing with their old values
-        copied = {} if self._provider == CPU else values
+        return runner(session, binding, {} if self._provider == CPU else values)
 
-        def run() -> None:
-            for name, value in copied.items():
-                binding.bind_ortvalue_input(name, value)
-            session.run_with_iobinding(binding)
 
-        return run
+def runner(session: Any, binding: Any, inputs: Mapping[str, Any]) -> Run:
+    """Return a function that runs a session, with `inputs` bound anew for each run.
+
+    A provider with memory of its own (even OpenVINO on a CPU) copies inputs when they are bound,
+    and would go on computing with their old values.
+    """
+
+    def run() -> None:
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        session.run_with_iobinding(binding)
+
+    return run
 
 
 def _check_widths(

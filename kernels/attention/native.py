@@ -70,6 +70,8 @@ def attend(
         raise ValueError(f"{blocks.format} without sealed blocks; needed is a pool of them")
     if window and (kv_read or prefill_mass or blocks.recent or condensed):
         raise ValueError(f"a window of {window} and blocks that are left out; only one is allowed")
+    if condensed is not None and prefill_mass:
+        raise ValueError("a share of the attention on a condensed context; needed is a whole one")
     if condensed is not None:
         check_heads(condensed, blocks, start=start)
     check_reads(blocks, heads, kv_read, prefill_mass)

@@ -135,6 +135,7 @@ struct Span {
     int32_t share_blocks;          // blocks of keys whose shares are asked for
 
     BlockRange sparse_blocks() const { return edgellm::sparse_blocks(start, rows, mass); }
+    bool chooses_panels() const { return sparse_blocks().from < sparse_blocks().to; }
     bool chooses() const { return kv_read > 0 && start + rows > kv_read / BLOCK * BLOCK; }
 };
 

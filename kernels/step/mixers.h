@@ -322,7 +322,7 @@ protected:
         const edgellm::Span& span = call_.spans[s];
         const float* q = b_.q + size_t(places_.spans[s].row) * heads.width();
         return {q,           heads.heads,   span.rows,   span.start, layer.window,
-                span.kv_read, heads.sparse ? span.mass : 0, layer.scale, layer.softcap, layer.sinks};
+                span.kv_read, heads.sparse && span.chooses_panels() ? span.mass : 0, layer.scale, layer.softcap, layer.sinks};
     }
 
     // What whole blocks of a span's positions read; the lists share the place of `chosen`.

@@ -112,6 +112,10 @@ def span_parts(
         check_states(span, pools)
         states = (_StateSpan * len(span.states))(*map(_StateSpan.of, span.states))
     if any(span.heads):
+        if span.prefill_mass is not None:
+            raise ValueError(
+                "a share of the attention on a condensed context; needed is a whole one"
+            )
         for each, pool in zip(span.heads, pools, strict=True):
             if each is not None and isinstance(pool, KVBlocks):
                 check_heads(each, pool, start=span.start)

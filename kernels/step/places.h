@@ -54,7 +54,7 @@ inline Heads heads_of(const StepCall& call, const Layer& layer, bool chooses, bo
         Tasks& tasks = result.spans.back();
         const int rows = span.rows * result.group, last = span.start + span.rows - 1;
         tasks.chooses = chooses && span.chooses();
-        tasks.run = tasks.chooses ? result.group : sparse && span.mass > 0 ? ROWS_BY_HEAD : ROWS_PER_TASK;
+        tasks.run = tasks.chooses ? result.group : sparse && span.chooses_panels() ? ROWS_BY_HEAD : ROWS_PER_TASK;
         tasks.runs = (rows + tasks.run - 1) / tasks.run;
         BlockList blocks = blocks_seen(kv, last, 0, 0);
         if (span.heads) blocks.count += span.heads[layer.pool].most - span.heads[layer.pool].first;
@@ -76,11 +76,11 @@ inline Places places_of(const StepCall& call) {
         const Place& last = places.spans.back();
         places.spans.push_back({last.row + call.spans[s].rows, last.logit + call.spans[s].logit_rows});
         if (call.spans[s].chooses()) places.chosen = std::max(places.chosen, call.spans[s].kv_read / BLOCK);
-        const BlockRange blocks = call.spans[s].sparse_blocks();
-        if (blocks.from < blocks.to) {  // in layers whose blocks rows do not choose one by one
+        if (call.spans[s].chooses_panels()) {  // in layers whose blocks rows do not choose one by one
             places.sparse = true;
             places.choosing = call.count / BLOCK + 1;
-            places.chosen = std::max(places.chosen, int(PanelLists::stride_for(blocks)));
+            const size_t stride = PanelLists::stride_for(call.spans[s].sparse_blocks());
+            places.chosen = std::max(places.chosen, int(stride));
         }
     }
     for (int l = 0; l < call.model->layer_count; ++l) {

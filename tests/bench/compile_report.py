@@ -115,6 +115,8 @@ def main(
         if any(word in launch.name for word in kernels.split(","))
         for target in targets or TARGETS
     ]
+    if not tasks:
+        raise click.UsageError(f"no kernel of these models has {kernels} in its name")
     print(f"{'kernel':18} {'model':13} {'target':7} registers spilled shared  settings")
     failures = 0
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.backends.segments import _runner
+from edgellm.backends.segments import runner
 
 
 class CopyingBinding:
@@ -27,7 +27,7 @@ class Session:
 
 def test_each_run_reads_what_the_buffers_hold_then() -> None:
     session, x = Session(), np.zeros(3)
-    run = _runner(session, CopyingBinding(), {"x": x})
+    run = runner(session, CopyingBinding(), {"x": x})
     for value in (1, 2):
         x[:] = value
         run()

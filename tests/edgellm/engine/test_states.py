@@ -303,9 +303,10 @@ def test_rows_begin_where_a_sequence_goes_back_to() -> None:
     request = Request(Context(llm.engine, tokens(0, 200)), Call(options=GREEDY))
 
     def computed() -> Span:
-        with request.sequence.reserved(200):
-            StateBackend()._rows(Span(request.sequence, request.tokens))
-            request.sequence.commit(request.tokens)
+        sequence = request.context.sequence
+        with sequence.reserved(200):
+            StateBackend()._rows(Span(sequence, request.tokens))
+            sequence.commit(request.tokens)
         return request.span(200)
 
     span = llm.engine.thread.call(computed)

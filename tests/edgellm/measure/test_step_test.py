@@ -48,7 +48,7 @@ def checks_of(path: Path, backend: str = "native", *, limit: int | None = None) 
     """All checks, of prompts no longer than `limit`; 0: those of layers alone."""
     engine: Engine = load(str(path), prefill=backend, decode=backend, ctx_size=256).engine
     assert isinstance(engine.prefill, StepBackend)
-    model, summary = engine.prefill.model, imported(engine.bundle.manifest, PACKED)
+    model, summary = engine.prefill, imported(engine.bundle.manifest, PACKED)
     with float_reference(engine.bundle) as reference:
         reference = first_tokens(reference, limit)
         found = [*check_layers(engine.bundle, reference, model)]
@@ -160,7 +160,7 @@ def test_a_page_of_real_weights(smollm2: Bundle, tmp_path: Path, layer: int) -> 
     engine = load(str(path), ctx_size=256).engine
     assert isinstance(engine.prefill, StepBackend)
     with float_reference(bundle) as reference:
-        checks = check_layers(bundle, reference, engine.prefill.model)
+        checks = check_layers(bundle, reference, engine.prefill)
         assert failed(checks) == [f"segment {layer + 1} in packed weights"]
 
 
