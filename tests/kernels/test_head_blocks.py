@@ -186,6 +186,8 @@ def test_what_does_not_fit_is_refused(native_library: ctypes.CDLL) -> None:
     q = np.zeros((1, 2, 8), np.float32)
     with pytest.raises(ValueError, match="a window of 5 and blocks that are left out"):
         native.attend(native_library, blocks, TABLE, 0, q, start, window=5, condensed=kept)
+    with pytest.raises(ValueError, match="a share of the attention on a condensed context"):
+        native.attend(native_library, blocks, TABLE, 0, q, start, prefill_mass=0.9, condensed=kept)
     model = Model(SHAPES[0])
     pools = model.pools("int8", blocks=5)
     step = FusedStep(native_library, model.weights, model.ropes, pools)
