@@ -22,8 +22,7 @@ from edgellm.kernels.hadamard.gpu import spread
 from edgellm.kernels.kv_append.gpu import hadamard_size
 from edgellm.kernels.kv_blocks import BLOCK, SEALED
 
-# Rows of a block that are in registers at once, and warps: four of them spill 8 bytes on sm_80.
-ROWS, WARPS = 16, 8
+ROWS = 16  # of a block that are in registers at once
 
 
 @triton.jit
@@ -257,6 +256,7 @@ def seal(
         rows: `[C, 2 or more]` int32: position of each token, and index of its block table.
     """
     host, bits = blocks.host, sealed.sealing
+    width = max(16, aligned(host.head_dim))
     seal_kernel[(len(rows), host.kv_heads, 2)](
         blocks.k,
         blocks.v,
@@ -272,12 +272,12 @@ def seal(
         layer,
         host.layers,
         HEAD_DIM=host.head_dim,
-        WIDTH=max(16, aligned(host.head_dim)),
+        WIDTH=width,
         HADAMARD=hadamard_size(blocks, SEALED, host.head_dim),
         KEY_BITS=bits.key_bits,
         VALUE_BITS=bits.value_bits,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=WARPS,
+        num_warps=8 if width <= 64 else 4,  # else 8 bytes spill on sm_80, of heads of 64 or 128
         **early(),
     )
