@@ -80,7 +80,9 @@ struct BlockList {
         return chosen ? chosen[i] : i < front ? i : i + gap;
     }
     bool whole(int i) const {
-        return !panels || (panels[i * PANELS] % PANELS == 0 && panels[(i + 1) * PANELS - 1] == panels[i * PANELS] + PANELS - 1);
+        if (!panels) return true;
+        const int32_t* of = panels + i * PANELS;
+        return of[0] % PANELS == 0 && of[PANELS - 1] == of[0] + PANELS - 1;
     }
     int splits() const { return (count + SPLIT_BLOCKS - 1) / SPLIT_BLOCKS; }
 };

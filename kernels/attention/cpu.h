@@ -1,8 +1,8 @@
 // Chunk attention over KV blocks; included once for each instruction set.
 //
 // A task is one KV head, a run of query rows (see `RowOrder`) and a run of key splits. It walks over the key
-// blocks once, four rows at a time, with the online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8 blocks both products are
-// made of integers:
+// blocks once, four rows at a time, with the online softmax of FlashAttention (Dao et al., arXiv:2205.14135). On int8
+// blocks both products are made of integers:
 //
 //     q = (254 code + fine code) * q_scale, 16 bits a row     score = q_scale * k_scale[j] * (q . k)
 //     w = softmax weight * v_scale[j]        w = (128 high + low) * w_scale, 14 bits a row and block

@@ -1,43 +1,34 @@
 // The panels of keys that take most of the attention of a head at a whole block of query positions; included once for
 // each instruction set.
 //
-// The last query of each sixteen is asked for its softmax over all keys, for a sixteenth of the products of scores. What
-// the eight of a block give to a panel, together, tells what all queries would.
+// The last query of each sixteen is asked for its softmax over all keys, for a sixteenth of the products of scores, as
+// in SampleAttention (Zhu et al., arXiv:2406.15486). What these eight give to a panel tells what all queries would.
 
 constexpr int ASKED = edgellm::PANELS;  // queries of a block
 static_assert(ASKED == 2 * TILE, "their scores are made in two tiles");
 
-// Adds what one of these gives to each of `panels`, its scores ASKED * KEYS * panel / PANELS.. apart, to `mass`; one
-// with a NaN gives nothing.
-class PanelMass {
-public:
-    PanelMass(float* scores, int asked) : scores_(scores + asked * edgellm::BLOCK) {}
-
-    void add(int panels, float* sums, float* mass) const {
-        Vec most = splat(-INFINITY);
-        for (int p = 0; p < panels; ++p)
-            for (int j = 0; j < edgellm::KEYS; j += LANES) most = larger(load(at(p) + j), most);
-        const Vec top = splat(max_of(most));
-        float total = 0;
-        for (int p = 0; p < panels; ++p) {
-            Vec sum = {};
-            for (int j = 0; j < edgellm::KEYS; j += LANES) sum += exp_negative(load(at(p) + j) - top);
-            total += sums[p] = sum_of(sum);
-        }
-        if (!(total > 0 && total < INFINITY)) return;
-        for (int p = 0; p < panels; ++p) mass[p] += sums[p] / total;
+// Adds what an asked query gives to each of the first `panels`, by its scores in blocks ASKED * BLOCK apart, to `mass`;
+// one with a NaN gives nothing. `sums` has room for all panels.
+inline void add_mass(const float* scores, int panels, float* sums, float* mass) {
+    const auto at = [&](int p) {
+        return scores + size_t(p / edgellm::PANELS) * ASKED * edgellm::BLOCK + p % edgellm::PANELS * edgellm::KEYS;
+    };
+    Vec most = splat(-INFINITY);
+    for (int p = 0; p < panels; ++p)
+        for (int j = 0; j < edgellm::KEYS; j += LANES) most = larger(load(at(p) + j), most);
+    const Vec top = splat(max_of(most));
+    float total = 0;
+    for (int p = 0; p < panels; ++p) {
+        Vec sum = {};
+        for (int j = 0; j < edgellm::KEYS; j += LANES) sum += exp_negative(load(at(p) + j) - top);
+        total += sums[p] = sum_of(sum);
     }
+    if (!(total > 0 && total < INFINITY)) return;
+    for (int p = 0; p < panels; ++p) mass[p] += sums[p] / total;
+}
 
-private:
-    const float* at(int panel) const {
-        return scores_ + size_t(panel / edgellm::PANELS) * ASKED * edgellm::BLOCK + panel % edgellm::PANELS * edgellm::KEYS;
-    }
-
-    const float* scores_;  // [blocks, ASKED, BLOCK]
-};
-
-// Marks the panels that are read of the first block, the query's own and the one before, and of the fewest others, as many
-// as whole blocks have, with which they have `share` of the mass. `order` has room for all of them.
+// Marks the panels of the first block, the queries' own and the one before, and the fewest others, in number a multiple
+// of a block's, with which they have `share` of the mass. `order` has room for all panels.
 inline void take_heaviest(const float* mass, int own, float share, int32_t* order, uint8_t* taken) {
     const int panels = (own + 1) * edgellm::PANELS;
     float held = 0, all = 0;
@@ -88,7 +79,7 @@ inline void choose_panels(const edgellm::KV& kv, const edgellm::Queries& queries
             if (queries.softcap > 0) soft_cap(of_block, ASKED * edgellm::BLOCK, queries.softcap);
         }
         std::fill(mass, mass + panels, 0.0f);
-        for (int i = 0; i < ASKED; ++i) PanelMass(scores, i).add(own * edgellm::PANELS + i + 1, sums, mass);
+        for (int i = 0; i < ASKED; ++i) add_mass(scores + i * edgellm::BLOCK, own * edgellm::PANELS + i + 1, sums, mass);
         take_heaviest(mass, own, queries.mass, list + 1, taken);
     }
     list[0] = 0;

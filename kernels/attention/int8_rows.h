@@ -198,7 +198,8 @@ public:
         int8_t *k = gathered_, *v = gathered_ + edgellm::BLOCK * size_t(head_dim_);
         const auto copy = [](auto* to, const void* from, size_t row, int i, size_t width) {
             const size_t bytes = edgellm::KEYS * width * sizeof(*to);
-            std::memcpy(reinterpret_cast<char*>(to) + i * bytes, static_cast<const char*>(from) + row * width * sizeof(*to), bytes);
+            const char* first = static_cast<const char*>(from) + row * width * sizeof(*to);
+            std::memcpy(reinterpret_cast<char*>(to) + i * bytes, first, bytes);
         };
         for (int i = 0; i < edgellm::PANELS; ++i) {
             const size_t row = kv_.first_row(panels[i] * edgellm::KEYS, layer, kv_head) +

@@ -46,7 +46,8 @@ struct Buffers {
         size_t sums = 0, choices = 0;
         for (const edgellm::Heads& heads : places.kinds) {
             sums = std::max(sums, heads.floats());
-            choices = std::max(choices, size_t(places.choosing) * (places.sparse ? heads.heads : heads.kv_heads) * places.chosen);
+            const int lists = places.sparse ? heads.heads : heads.kv_heads;
+            choices = std::max(choices, size_t(places.choosing) * lists * places.chosen);
         }
         const auto take = [&](size_t size) {
             char* taken = memory + bytes;

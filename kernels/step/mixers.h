@@ -321,8 +321,9 @@ protected:
     edgellm::Queries queries_of(const edgellm::Layer& layer, const edgellm::Heads& heads, int s) const {
         const edgellm::Span& span = call_.spans[s];
         const float* q = b_.q + size_t(places_.spans[s].row) * heads.width();
-        return {q,           heads.heads,   span.rows,   span.start, layer.window,
-                span.kv_read, heads.sparse && span.chooses_panels() ? span.mass : 0, layer.scale, layer.softcap, layer.sinks};
+        const float mass = heads.sparse && span.chooses_panels() ? span.mass : 0;
+        return {q,    heads.heads, span.rows,     span.start, layer.window, span.kv_read,
+                mass, layer.scale, layer.softcap, layer.sinks};
     }
 
     // What whole blocks of a span's positions read; the lists share the place of `chosen`.
