@@ -107,7 +107,7 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
     const int count = edgellm::blocks_read(position, queries.kv_read), best = count - 3;
     if (own < count) {
         for (int i = 0; i < count; ++i) chosen[i] = i;
-        return {chosen, count, 0};
+        return {chosen, count, 0, 0, nullptr};
     }
     struct Scored {
         float score;
@@ -154,5 +154,5 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
     for (int i = 0; i < best; ++i) chosen[1 + i] = scored[i].block;
     chosen[count - 2] = own - 1;
     chosen[count - 1] = own;
-    return {chosen, count, 0};
+    return {chosen, count, 0, 0, nullptr};
 }
