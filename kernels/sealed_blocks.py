@@ -25,17 +25,28 @@ Keys differ from channel to channel far more than from row to row, so a scale fo
 Where keys have scales for channels, a row can read the best blocks alone, at most `kv_read` tokens
 with those that are not sealed: for each KV head those where one of its queries likely has the
 largest score, as told by `half`, `mid` and the codes of a quarter of the channels
-(`attention/best_blocks.h`).
+(`attention/best_blocks.h`). A step's rows at 16 positions from a multiple of 16 on choose among
+the candidates of the first of them, where their sequence keeps these.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALINGS, KVFormat, SealedBlocks
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    PANEL,
+    QUAD,
+    SEALINGS,
+    KVFormat,
+    SealedBlocks,
+)
 
 # The formats whose sealed blocks can be chosen by their keys.
 CHOSEN_FORMATS = tuple(name for name, sealing in SEALINGS.items() if sealing.channels)
+# Candidates at least: all sealed blocks of 8,400 tokens.
+CANDIDATES = 64
 # The fewest tokens to read: the first block, the last two, and a sealed one.
 LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 
@@ -43,6 +54,23 @@ LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 def first_choosing(kv_read: int) -> int:
     """Return the first position whose row reads a part of what it sees."""
     return kv_read // BLOCK * BLOCK
+
+
+def allocate_choices(
+    layers: int, kv_heads: int, kv_read: int, *, least: int = CANDIDATES
+) -> NDArray[np.int32]:
+    """Allocate the candidates that rows of one sequence choose among, before there are any.
+
+    Args:
+        layers: number of layers of the model, some of which may read K and V of another.
+        least: the number of candidates, unless rows read more than half as many sealed blocks.
+
+    Returns:
+        `[layers, Hkv, 1 + candidates]`: the position of the row whose best blocks they are, plus 1,
+        or 0, and the blocks.
+    """
+    candidates = max(least, 2 * (kv_read // BLOCK - 3))
+    return np.zeros((layers, kv_heads, 1 + candidates), np.int32)
 
 
 def sealed_end(tokens: int) -> int:

@@ -156,6 +156,16 @@ class NativeModel(StepBackend):
         if first < end:
             sequence.shareable = first
 
+    def _reading(self, span: Span) -> StepSpan:
+        """Return a span in the form of the step, with the part of its context that it reads."""
+        step = step_span(span)
+        if not span.answers:
+            return replace(step, prefill_mass=self._prefill_mass)
+        if self._kv_read is None or step.start + len(step.tokens) <= first_choosing(self._kv_read):
+            return step
+        choices = span.sequence.choices(self._kv_read)
+        return replace(step, kv_read=self._kv_read, choices=choices)
+
     def _through(
         self,
         spans: SequenceOf[Span],
@@ -167,14 +177,7 @@ class NativeModel(StepBackend):
         Layers behind it read K and V of others, so that rows whose results are not asked for need
         not enter them.
         """
-        steps = [step_span(span) for span in spans]
-        if self._kv_read is not None or self._prefill_mass is not None:
-            steps = [
-                replace(step, kv_read=self._kv_read)
-                if span.answers
-                else replace(step, prefill_mass=self._prefill_mass)
-                for step, span in zip(steps, spans, strict=True)
-            ]
+        steps = [self._reading(span) for span in spans]
 
         def run(
             steps: SequenceOf[StepSpan], group: LayerGroup | None

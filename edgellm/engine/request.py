@@ -312,6 +312,8 @@ class Request(Stream):
         choosing = end if kv_read is None else max(answer, first_choosing(kv_read))
         if computed < choosing:
             rows = min(rows, choosing - computed)
+        elif computed == choosing:
+            self.context.sequence.choose_anew()
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         adapter = None if self.context.adapter is None else self.context.adapter.weights

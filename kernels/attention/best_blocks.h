@@ -98,22 +98,16 @@ inline float likely_score(const float* q, const float* near, const float* half, 
     return result;
 }
 
-// Blocks that the first token of a task reads, for all heads that share a KV head: the first one, the last two, and the
-// sealed ones with the largest likely scores of any of these heads. Their numbers go to `chosen`, in order.
-inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task,
-                                        int32_t* chosen) {
-    const int group = queries.heads / kv.kv_heads, width = kv.head_dim, token = task.first / group;
-    const int position = queries.start + token, own = position / edgellm::BLOCK;
-    const int count = edgellm::blocks_read(position, queries.kv_read), best = count - 3;
-    if (own < count) {
-        for (int i = 0; i < count; ++i) chosen[i] = i;
-        return {chosen, count, 0, 0, nullptr};
-    }
+// The `best` ones of sealed blocks, with the largest likely scores of any of the heads that share a KV head, for the first
+// token of a task. Their numbers go to `chosen`, in order.
+inline void best_blocks(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task,
+                        const edgellm::BlockList& among, int best, int32_t* chosen) {
     struct Scored {
         float score;
         int32_t block;
     };
-    const int end = edgellm::KV::sealed_end(position + 1);
+    const int group = queries.heads / kv.kv_heads, width = kv.head_dim, token = task.first / group;
+    const int end = edgellm::KV::sealed_end(queries.start + token + 1);
     const float* q = queries.q + (size_t(token) * queries.heads + size_t(task.kv_head) * group) * width;
     const auto row_of = [&](int block) { return kv.first_row_in(kv.sealed.table[block], task.layer, task.kv_head); };
     const auto half_of = [&](size_t row) { return kv.sealed.k_scale + row / edgellm::BLOCK * 2 * width; };
@@ -122,13 +116,13 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
     widen(half_of(row_of(end - 1)), 2 * width, half);
     const Quads quads = largest_quads(q, group, half, width);
     const int looked = 8 * quads.count;
-    Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(end) + 4 * size_t(group) * looked));
-    float* near = reinterpret_cast<float*>(scored + end);
+    Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(among.count) + 4 * size_t(group) * looked));
+    float* near = reinterpret_cast<float*>(scored + among.count);
     for (int h = 0; h < group; ++h)
         for (int i = 0; i < looked; ++i)
             near[h * looked + i] = q[h * width + 4 * quads.numbers[i / 8] + i % 4 + i / 4 % 2 * (width / 2)];
-    for (int block = 1; block < end; ++block) {
-        const size_t row = row_of(block), ahead = row_of(std::min(block + 1, end - 1));
+    for (int i = 0; i < among.count; ++i) {
+        const size_t row = row_of(among[i]), ahead = row_of(among[std::min(i + 1, among.count - 1)]);
         for (int d = 0; d < 2 * width; d += 32) fetch(half_of(ahead) + d);
         for (int j = 0; j < edgellm::BLOCK; j += edgellm::KEYS)
             for (int n = 0; n < quads.count; ++n)
@@ -144,14 +138,27 @@ inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Qu
         for (; h + 4 <= group; h += 4) look(std::integral_constant<int, 4>{}, h);
         for (; h + 2 <= group; h += 2) look(std::integral_constant<int, 2>{}, h);
         if (h < group) look(std::integral_constant<int, 1>{}, h);
-        scored[block - 1] = {most, block};
+        scored[i] = {most, among[i]};
     }
-    std::nth_element(scored, scored + best, scored + end - 1, [](const Scored& a, const Scored& b) {
+    std::nth_element(scored, scored + best, scored + among.count, [](const Scored& a, const Scored& b) {
         return a.score > b.score || (a.score == b.score && a.block > b.block);
     });
     std::sort(scored, scored + best, [](const Scored& a, const Scored& b) { return a.block < b.block; });
+    for (int i = 0; i < best; ++i) chosen[i] = scored[i].block;
+}
+
+// Blocks that the first token of a task reads, for all heads that share a KV head: the first one, the last two, and the
+// best ones of some sealed blocks.
+inline edgellm::BlockList choose_blocks(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task,
+                                        const edgellm::BlockList& among, int32_t* chosen) {
+    const int position = queries.start + task.first / (queries.heads / kv.kv_heads), own = position / edgellm::BLOCK;
+    const int count = edgellm::blocks_read(position, queries.kv_read);
+    if (own < count) {
+        for (int i = 0; i < count; ++i) chosen[i] = i;
+        return {chosen, count, 0, 0, nullptr};
+    }
+    best_blocks(kv, queries, task, among, count - 3, chosen + 1);
     chosen[0] = 0;
-    for (int i = 0; i < best; ++i) chosen[1 + i] = scored[i].block;
     chosen[count - 2] = own - 1;
     chosen[count - 1] = own;
     return {chosen, count, 0, 0, nullptr};

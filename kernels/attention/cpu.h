@@ -262,7 +262,9 @@ inline void attend(const edgellm::AttendCall& call) {
         task.next = {call.kv.first_row(0, call.layer, task.kv_head), false};
         task.rows = std::min(run, all - task.first);
         std::vector<int32_t> chosen(queries.kv_read / edgellm::BLOCK);
-        if (queries.kv_read) task.chosen = choose_blocks(call.kv, queries, task, chosen.data());
+        if (queries.kv_read)
+            task.chosen = choose_blocks(call.kv, queries, task,
+                                        edgellm::sealed_blocks(queries.start + task.first / group), chosen.data());
         task.to = queries.kv_read ? task.chosen.splits() : edgellm::split_count(queries.start + queries.tokens);
         attend_rows(call.kv, queries, task);
         for (int r = 0; r < task.rows; ++r) {

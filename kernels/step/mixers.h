@@ -345,15 +345,36 @@ protected:
         });
     }
 
-    // The blocks that rows of answers read.
+    // The blocks that rows of answers read, in their order where some choose among the candidates of another.
     void choose(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        worker.each(rows_ * heads.kv_heads, [&](int item) {
-            const int r = item / heads.kv_heads, kv_head = item % heads.kv_heads, span = span_of_[r];
-            if (!heads.spans[span].chooses) return;
-            const int first = (r - places_.spans[span].row) * heads.group;
-            const AttendTask task{layer.slot, kv_head, first, heads.group, 0, 0, nullptr, {}, {}, {}};
-            choose_blocks(kv_of(layer, span), queries_of(layer, heads, span), task, chosen(heads, r, kv_head));
+        const auto runs = [&](int s) { return call_.spans[s].choices ? 1 : call_.spans[s].rows; };
+        const auto items = [&](int s) { return heads.spans[s].chooses ? heads.kv_heads * runs(s) : 0; };
+        each_of_spans(worker, items, [&](int s, int item) {
+            const edgellm::Span& span = call_.spans[s];
+            const int kv_head = item % heads.kv_heads, first = item / heads.kv_heads, rows = span.rows / runs(s);
+            for (int row = first; row < first + rows; ++row) {
+                const AttendTask task{layer.slot, kv_head, row * heads.group, heads.group, 0, 0, nullptr, {}, {}, {}};
+                int32_t* to = chosen(heads, places_.spans[s].row + row, kv_head);
+                choose_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, candidates(layer, heads, s, task), to);
+            }
         });
+    }
+
+    // The blocks among which a row chooses. It names them itself if no row before it at the same CHOICE positions has.
+    edgellm::BlockList candidates(const edgellm::Layer& layer, const edgellm::Heads& heads, int s,
+                                  const AttendTask& task) const {
+        const edgellm::Span& span = call_.spans[s];
+        const int position = span.start + task.first / heads.group;
+        const edgellm::BlockList all = edgellm::sealed_blocks(position);
+        if (!span.choices || all.count <= span.candidates) return all;
+        const size_t head = size_t(&layer - model_.layers) * heads.kv_heads + task.kv_head;
+        int32_t* kept = span.choices[layer.pool] + head * (1 + size_t(span.candidates));
+        const int by = kept[0] - 1;
+        if (by < 0 || by >= position || by / edgellm::CHOICE != position / edgellm::CHOICE) {
+            best_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, all, span.candidates, kept + 1);
+            kept[0] = position + 1;
+        }
+        return {kept + 1, span.candidates, 0, 0, nullptr};
     }
 
     // What row `row` of a KV head of a span comes to over a split of the keys.

@@ -316,7 +316,13 @@ class FusedStep:
         tokens = [token for span in spans for token in span.tokens]
         ids = indices(tokens, weights.embedding.outputs, "token id")
         parts = [
-            span_parts(span, self._pools, positions=self._positions, most_heads=weights.most_heads)
+            span_parts(
+                span,
+                self._pools,
+                layers=len(weights.layers),
+                positions=self._positions,
+                most_heads=weights.most_heads,
+            )
             for span in spans
         ]
         rows = sum(span.logit_rows for span in spans)
