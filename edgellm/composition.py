@@ -17,7 +17,7 @@ from edgellm.checks import check_flag, check_number
 from edgellm.engine.call import Call
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import WORKING, Wait, run
+from edgellm.engine.loop import WORKING, Wait
 from edgellm.engine.turned import check_turnable, compute, copy_end, find_again
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.results import Composition
@@ -34,8 +34,8 @@ def compose(
     recompute: float,
     parse_special: bool,
     adapter: str | None,
-) -> Session:
-    """Return a session whose context is all parts, see `TextGeneration.compose`."""
+) -> Generator[Wait, None, Session]:
+    """Open a session whose context is all parts, see `TextGeneration.compose`."""
     check_number("recompute", recompute, 0, 1)
     check_flag("parse_special", parse_special)
     if isinstance(parts, str) or not parts:
@@ -43,11 +43,15 @@ def compose(
     if recompute < 1:
         check_turnable(engine, engine.adapters.get(adapter))
     session = Session(engine, adapter=adapter)
-    encoded = _encoded(engine, session._context, parts, parse_special=parse_special)
-    work = _composed(
-        engine, session._context, encoded, recompute=recompute, call=session._unlimited_call()
-    )
-    session.composed = run(engine.loop, work)
+    context, call = session._context, session._unlimited_call()
+    try:
+        encoded = _encoded(engine, context, parts, parse_special=parse_special)
+        session.composed = yield from _composed(
+            engine, context, encoded, recompute=recompute, call=call
+        )
+    except BaseException:
+        session.close()
+        raise
     return session
 
 

@@ -13,7 +13,7 @@ from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.chat_prompt import AnswerReader, ToolOptions, chat_prompt
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import WORKING, Pending, Waiting, aiterate, iterate
+from edgellm.engine.loop import WORKING, Pending, Waiting, aiterate, arun, iterate, run
 from edgellm.engine.request import Request
 from edgellm.engine.samples import forked_requests
 from edgellm.errors import EdgeLLMError, OptionError
@@ -387,9 +387,24 @@ class TextGeneration(Infilling):
                 copied to other positions, and `recompute` is less than 1.
             CacheFullError: answers on their way hold the whole cache.
         """
-        return compose(
+        work = compose(
             self.engine, parts, recompute=recompute, parse_special=parse_special, adapter=adapter
         )
+        return run(self.engine.loop, work)
+
+    async def acompose(
+        self,
+        parts: Sequence[str | Sequence[int]],
+        *,
+        recompute: float = 0.05,
+        parse_special: bool = False,
+        adapter: str | None = None,
+    ) -> Session:
+        """Open a session as `compose` does, for asyncio; see `Session.astream`."""
+        work = compose(
+            self.engine, parts, recompute=recompute, parse_special=parse_special, adapter=adapter
+        )
+        return await arun(self.engine.loop, work)
 
     def _call(self, arguments: CallArguments) -> Call:
         return model_call(self.engine, arguments)

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar, Unpack
 from edgellm.cache.prefix_index import common_prefix
 from edgellm.checks import check_number, check_text
 from edgellm.engine.call import Call, CallArguments
-from edgellm.engine.loop import Pending, Wait, aiterate, iterate
+from edgellm.engine.loop import Wait, arun, run
 from edgellm.engine.turned import compute
 from edgellm.errors import OptionError
 from edgellm.generation import BatchAnswer, BatchRequest, TextGeneration, prompt_tokens
@@ -95,19 +95,19 @@ class Outlining(TextGeneration):
             ContextOverflowError: the question, or the list behind it, does not fit into the
                 context.
         """
-        pending = self._outlined(question, max_points, self._outline_call(arguments))
-        [outline] = iterate(self.engine.loop, pending)
-        return outline
+        work = self._outlined(question, max_points, self._outline_call(arguments))
+        return run(self.engine.loop, work)
 
     async def aoutline(
         self, question: str, *, max_points: int = 10, **arguments: Unpack[CallArguments]
     ) -> Outline:
         """Answer a question as `outline` does, for asyncio; see `Session.astream`."""
-        pending = self._outlined(question, max_points, self._outline_call(arguments))
-        [outline] = [item async for item in aiterate(self.engine.loop, pending)]
-        return outline
+        work = self._outlined(question, max_points, self._outline_call(arguments))
+        return await arun(self.engine.loop, work)
 
-    def _outlined(self, question: str, max_points: int, call: Call) -> Pending[Outline]:
+    def _outlined(
+        self, question: str, max_points: int, call: Call
+    ) -> Generator[Wait, None, Outline]:
         check_text("question", question)
         check_number("max_points", max_points, 1, 64, whole=True)
         if not question.strip():
@@ -123,7 +123,7 @@ class Outlining(TextGeneration):
             if skeleton.finish_reason == "length":
                 del titles[-1:]
             points = yield from self._points(question, titles[:max_points], call)
-        yield Outline(skeleton, tuple(points))
+        return Outline(skeleton, tuple(points))
 
     def _points(self, question: str, titles: Sequence[str], call: Call) -> _Items[OutlinePoint]:
         outline = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))

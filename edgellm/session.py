@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Collection, Iterator
+from collections.abc import AsyncGenerator, Collection, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from edgellm.engine.call import Call, CallArguments, model_call
 from edgellm.engine.condense import condense
 from edgellm.engine.context import Context
 from edgellm.engine.engine import Engine
-from edgellm.engine.loop import Pending, aiterate, iterate, pieces, run
+from edgellm.engine.loop import Pending, Wait, aiterate, arun, iterate, pieces, run
 from edgellm.engine.request import Request
 from edgellm.engine.turned import check_turnable, common_end, keep_end
 from edgellm.errors import OptionError
@@ -159,9 +159,16 @@ class Session:
             ContextOverflowError: the context has no room to repeat 128 tokens.
             CacheFullError: other answers hold the KV cache.
         """
+        return run(self._engine.loop, self._condensed(keep))
+
+    async def acondense(self, keep: float = 0.5) -> Condensed:
+        """Drop rows of K and V as `condense` does, for asyncio; see `astream`."""
+        return await arun(self._engine.loop, self._condensed(keep))
+
+    def _condensed(self, keep: float) -> Generator[Wait, None, Condensed]:
         check_number("keep", keep, 0, 1)
-        work = condense(self._engine, self._context, keep=keep, call=self._unlimited_call())
-        condensed = run(self._engine.loop, work)
+        call = self._unlimited_call()
+        condensed = yield from condense(self._engine, self._context, keep=keep, call=call)
         if self._source is not None:
             self._source.close()
             self._source = None

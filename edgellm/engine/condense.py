@@ -136,6 +136,7 @@ def _repeat(
     """Compute the repetition of a part behind a fork of the context, and raise the shares of the
     part's rows."""
     thread, rows = context.engine.thread, [*asked, *tokens[part.start * BLOCK : part.stop * BLOCK]]
+    yield WORKING
     sequence = thread.call(partial(_forked, context, tokens))
     try:
         for i in range(0, len(rows), sequence.rows_at_once):

@@ -270,12 +270,18 @@ def iterate(loop: Loop, pending: Pending[T]) -> Iterator[T]:
 
 def run(loop: Loop, work: Generator[Wait, None, T]) -> T:
     """Run work to its end in this thread; returns its result."""
+    [result] = iterate(loop, _result(work))
+    return result
 
-    def result() -> Pending[T]:
-        yield (yield from work)
 
-    [only] = iterate(loop, result())
-    return only
+async def arun(loop: Loop, work: Generator[Wait, None, T]) -> T:
+    """Run work to its end as `run` does, in an event loop, see `aiterate`."""
+    [result] = [item async for item in aiterate(loop, _result(work))]
+    return result
+
+
+def _result(work: Generator[Wait, None, T]) -> Pending[T]:
+    yield (yield from work)
 
 
 async def aiterate(loop: Loop, pending: Pending[T]) -> AsyncGenerator[T, None]:

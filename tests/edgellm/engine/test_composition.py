@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from inspection import context
+from inspection import context, used_blocks
 
 from edgellm import (
     BatchRequest,
@@ -80,6 +82,27 @@ def test_all_computed_in_place_is_the_plain_session(folder: str) -> None:
     assert (found.tokens, found.logprobs) == (expected.tokens, expected.logprobs)
     assert session.composed is not None
     assert session.composed.copied_tokens == session.composed.alone_tokens == 0
+
+
+def test_asyncio_composes_the_same_and_a_cancelled_one_holds_nothing(folder: str) -> None:
+    llm, parts = opened(folder), parts_of()
+
+    async def composed() -> Session:
+        begun = asyncio.create_task(llm.acompose(parts))
+        await asyncio.sleep(0)  # it waits for its first request now
+        begun.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        assert used_blocks(llm) == 0
+        return await llm.acompose(parts)
+
+    session, expected = asyncio.run(composed()), opened(folder).compose(parts)
+    assert session.composed is not None
+    assert session.composed == replace(
+        expected.composed or session.composed, alone_tokens=session.composed.alone_tokens
+    )
+    found, answer = session.generate(options=GREEDY), expected.generate(options=GREEDY)
+    assert (found.tokens, found.logprobs) == (answer.tokens, answer.logprobs)
 
 
 def test_requests_that_go_on_from_it_keep_the_copies(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_a_part_of_the_rows_takes_a_part_of_the_cache(bundle: str) -> None:
     assert found.logprobs[0] != expected.logprobs[0]
     session.close()
     assert used_blocks(llm) == 0
+
+
+def test_asyncio_condenses_the_same(bundle: str) -> None:
+    llm = start(bundle)
+    session, expected = session_of(llm, None), session_of(start(bundle), 0.4)
+    condensed = asyncio.run(session.acondense(0.4))
+    assert condensed.keep < 1
+    same(answer(session), answer(expected))
 
 
 def test_what_is_dropped_is_not_read(bundle: str) -> None:
