@@ -262,7 +262,7 @@ def test_sessions_and_chats_show_what_a_user_needs() -> None:
 
     answers = {"close", "stats", "stream", "astream", "tokens"}
     session = {"append", "replace", "fork", "rewind", "save", "generate", "agenerate", "cached"}
-    session |= {"condense"}
+    session |= {"condense", "acondense"}
     assert public(edgellm.Session) == (answers | session) - {"stats"}  # an attribute
     turns = {"send", "asend", "regenerate", "aregenerate", "add_tool_result"}
     assert public(edgellm.Chat) == answers | turns
