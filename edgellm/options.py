@@ -116,9 +116,9 @@ class EngineOptions:
             stays of a context that shifts is computed again.
         kv_read: with k4v4 and k4v2 and the native kernels, tokens that each token of an answer
             reads at most of its context, in whole blocks: the first, the last two, and the packed
-            ones that matter most to it, in each layer but the first two. Prompts read all, and
-            nothing is forgotten. What an answer has computed so is for its own session alone. None:
-            all.
+            ones that matter most to it, in each layer but the first two; behind 8,576 tokens, of
+            those that mattered to one of the last 16. Prompts read all, and nothing is forgotten.
+            What an answer has computed so is for its own session alone. None: all.
         kv_budget: tokens that a sequence holds at most in layers that see all positions, with the
             native kernels alone and formats that pack no blocks. The others are forgotten, and what
             stays of a context that shifts is computed again. None: all.

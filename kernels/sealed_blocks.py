@@ -25,11 +25,13 @@ Keys differ from channel to channel far more than from row to row, so a scale fo
 Where keys have scales for channels, a row can read the best blocks alone, at most `kv_read` tokens
 with those that are not sealed: for each KV head those where one of its queries likely has the
 largest score, as told by `half`, `mid` and the codes of a quarter of the channels
-(`attention/best_blocks.h`). A step's rows at 16 positions from a multiple of 16 on choose among
-the candidates of the first of them, where their sequence keeps these.
+(`attention/best_blocks.h`). Rows of an answer at 16 positions from a multiple of 16 on choose among
+the blocks on the shortlist of the first of them that is computed (`step/`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +45,16 @@ from edgellm.kernels.kv_blocks import (
     SealedBlocks,
 )
 
+# Of an answer in each pool, None in one without; see `allocate_shortlists`.
+Shortlists = Sequence[NDArray[np.int32] | None]
 # The formats whose sealed blocks can be chosen by their keys.
 CHOSEN_FORMATS = tuple(name for name, sealing in SEALINGS.items() if sealing.channels)
-# Candidates at least: all sealed blocks of 8,400 tokens.
-CANDIDATES = 64
+# Blocks on a shortlist at least: all sealed ones up to position 8,575.
+SHORTLIST = 64
+# Shortlists of a head; the same number as in step/call.h.
+SHORTLISTS = 64
+# Blocks that are not sealed.
+HOT = 3
 # The fewest tokens to read: the first block, the last two, and a sealed one.
 LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
 
@@ -56,21 +64,21 @@ def first_choosing(kv_read: int) -> int:
     return kv_read // BLOCK * BLOCK
 
 
-def allocate_choices(
-    layers: int, kv_heads: int, kv_read: int, *, least: int = CANDIDATES
+def allocate_shortlists(
+    layers: int, kv_heads: int, kv_read: int, *, least: int = SHORTLIST
 ) -> NDArray[np.int32]:
-    """Allocate the candidates that rows of one sequence choose among, before there are any.
+    """Allocate shortlists of an answer, before there are any.
 
     Args:
         layers: number of layers of the model, some of which may read K and V of another.
-        least: the number of candidates, unless rows read more than half as many sealed blocks.
+        least: number of blocks on each, unless rows read more than half as many sealed ones.
 
     Returns:
-        `[layers, Hkv, 1 + candidates]`: the position of the row whose best blocks they are, plus 1,
-        or 0, and the blocks.
+        `[layers, Hkv, SHORTLISTS, 1 + blocks]`: the position of the row whose best blocks they are,
+        plus 1, or 0, and the blocks; the one of a position at a sixteenth of it, round and round.
     """
-    candidates = max(least, 2 * (kv_read // BLOCK - 3))
-    return np.zeros((layers, kv_heads, 1 + candidates), np.int32)
+    blocks = max(least, 2 * (kv_read // BLOCK - HOT))
+    return np.zeros((layers, kv_heads, SHORTLISTS, 1 + blocks), np.int32)
 
 
 def sealed_end(tokens: int) -> int:

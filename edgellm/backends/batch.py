@@ -25,6 +25,7 @@ from edgellm.kernels.head_blocks import HeadBlocks
 from edgellm.kernels.linear import PackedWeights
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.sampling import Logits, rows_of_logits
+from edgellm.kernels.sealed_blocks import Shortlists
 from edgellm.kernels.step import LayerGroup, StepSpan
 from edgellm.store.manifest import PACKED
 
@@ -48,6 +49,7 @@ class Span:
         drafted: number of last tokens of its sequence that are a draft, see `Sequence.reserve`.
         answers: whether the rows are of an answer, which may read a part of their context
             (`kv_read`).
+        shortlists: see `StepSpan`, where rows of answers read a part.
         all_states: whether the hidden states of all rows are asked for; else those of rows without
             logits may be zeros.
         heads: blocks of heads that the rows read in place of the sequence's, see `StepSpan`.
@@ -63,6 +65,7 @@ class Span:
     adapter_start: int = 0
     drafted: int = 0
     answers: bool = False
+    shortlists: Shortlists = ()
     all_states: bool = True
     heads: SequenceOf[HeadBlocks | None] = ()
     shares: SequenceOf[Floats | None] = ()

@@ -163,8 +163,7 @@ class NativeModel(StepBackend):
             return replace(step, prefill_mass=self._prefill_mass)
         if self._kv_read is None or step.start + len(step.tokens) <= first_choosing(self._kv_read):
             return step
-        choices = span.sequence.choices(self._kv_read)
-        return replace(step, kv_read=self._kv_read, choices=choices)
+        return replace(step, kv_read=self._kv_read, shortlists=span.shortlists)
 
     def _through(
         self,

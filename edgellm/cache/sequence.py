@@ -23,8 +23,7 @@ from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import CacheEnd, Match, PrefixIndex, Root, chain
 from edgellm.errors import CacheFullError, ContextOverflowError, OptionError
 from edgellm.kernels.head_blocks import HeadBlocks, copy_rows
-from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, KVView
-from edgellm.kernels.sealed_blocks import allocate_choices
+from edgellm.kernels.kv_blocks import BLOCK, KVView
 from edgellm.kernels.state_blocks import StateRows, StateView
 
 T = TypeVar("T")
@@ -75,7 +74,6 @@ class Sequence:
         self._names = [self.root.name]  # names of all tokens before each block
         self.tokens = tokens
         self.shareable: int | None = None
-        self._choices: list[NDArray[np.int32] | None] = []
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -123,22 +121,6 @@ class Sequence:
             table.view(start, end) if isinstance(table, StateTable) else None
             for table in self.tables
         ]
-
-    def choices(self, kv_read: int) -> list[NDArray[np.int32] | None]:
-        """Return what tokens of the answer on its way chose last to read, in each group."""
-        if not self._choices:
-            for table in self.tables:
-                blocks = table.store.blocks
-                self._choices.append(
-                    allocate_choices(len(self._cache.places), blocks.kv_heads, kv_read)
-                    if isinstance(blocks, KVBlocks) and blocks.sealed is not None
-                    else None
-                )
-        return self._choices
-
-    def choose_anew(self) -> None:
-        """Forget what the tokens of an answer chose, as the next ones are of another answer."""
-        self._choices = []
 
     def use_host(self) -> None:
         """Bring the sequence's K and V to the host, to attend to them and write after them."""

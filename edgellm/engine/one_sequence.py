@@ -16,6 +16,7 @@ from edgellm.cache.sequence import Sequence
 from edgellm.errors import CancelledError, OptionError
 from edgellm.kernels.lora import AdapterWeights
 from edgellm.kernels.sampling import Logits
+from edgellm.kernels.sealed_blocks import Shortlists
 
 Floats = NDArray[np.float32]
 
@@ -73,14 +74,19 @@ def compute_prompt(
 
 
 def compute_tokens(
-    backend: Backend, tokens: SequenceOf[int], sequence: Sequence, *, answers: bool = False
+    backend: Backend,
+    tokens: SequenceOf[int],
+    sequence: Sequence,
+    *,
+    answers: bool = False,
+    shortlists: Shortlists = (),
 ) -> Floats:
     """Compute tokens in one step; returns the logits after each, `[n, V]`.
 
     Args:
-        answers: see `Span`.
+        answers, shortlists: see `Span`.
     """
-    span = Span(sequence, tokens, logit_rows=len(tokens), answers=answers)
+    span = Span(sequence, tokens, logit_rows=len(tokens), answers=answers, shortlists=shortlists)
     (computed,) = backend.run([span])
     return np.stack([logits.scores for logits in computed.logits])
 

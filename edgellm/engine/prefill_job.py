@@ -17,6 +17,7 @@ from edgellm.engine.plan import Entry, Layers, RequestT, Share, Underway
 from edgellm.engine.prompt_rows import PromptRows, StallFree, StepBudget
 from edgellm.engine.step_costs import StepLoad
 from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.sealed_blocks import Shortlists
 from edgellm.kernels.step import LayerGroup
 
 Floats = NDArray[np.float32]
@@ -69,12 +70,19 @@ class PrefillJob:
         return sequence is self._base and len(sequence) == self.growth.start
 
     def span(
-        self, layers: Layers | None, *, logit_rows: int, candidates: int, answers: bool
+        self,
+        layers: Layers | None,
+        *,
+        logit_rows: int,
+        candidates: int,
+        answers: bool,
+        shortlists: Shortlists,
     ) -> Span:
         """Return the rows as a span in their next layers; logits come after the last layer.
 
         Args:
             layers: the layers; None: all.
+            shortlists: see `StepSpan`.
         """
         self._layers, group = layers, None
         if layers is not None:
@@ -89,6 +97,7 @@ class PrefillJob:
             self._adapter,
             self._adapter_start,
             answers=answers,
+            shortlists=shortlists,
         )
 
     def take(self, hidden: Floats) -> bool:

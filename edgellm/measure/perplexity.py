@@ -174,14 +174,15 @@ def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int,
     """Compute logits through the decode back end, one token at a time; see `window_logits`."""
 
     def compute() -> Generator[tuple[int, Floats], None, None]:
-        sequence = engine.cache.sequence()
+        sequence, kv_read = engine.cache.sequence(), engine.options.kv_read
+        lists = () if kv_read is None else engine.cache.shortlists(kv_read)
+        decode = partial(
+            compute_tokens, engine.decoder, sequence=sequence, answers=True, shortlists=lists
+        )
         try:
             for begin in range(0, len(tokens) - 1, _HEAD_ROWS):
                 part = tokens[begin : min(begin + _HEAD_ROWS, len(tokens) - 1)]
-                rows = [
-                    compute_tokens(engine.decoder, [token], sequence, answers=True)
-                    for token in part
-                ]
+                rows = [decode([token]) for token in part]
                 yield begin, np.concatenate(rows)
         finally:
             sequence.truncate(0)

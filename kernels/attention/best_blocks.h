@@ -98,8 +98,8 @@ inline float likely_score(const float* q, const float* near, const float* half, 
     return result;
 }
 
-// The `best` ones of sealed blocks, with the largest likely scores of any of the heads that share a KV head, for the first
-// token of a task. Their numbers go to `chosen`, in order.
+// The `best` ones of some sealed blocks, with the largest likely scores of any of the heads that share a KV head, for
+// the first token of a task. Their numbers go to `chosen`, in order.
 inline void best_blocks(const edgellm::KV& kv, const edgellm::Queries& queries, const AttendTask& task,
                         const edgellm::BlockList& among, int best, int32_t* chosen) {
     struct Scored {
@@ -116,7 +116,8 @@ inline void best_blocks(const edgellm::KV& kv, const edgellm::Queries& queries, 
     widen(half_of(row_of(end - 1)), 2 * width, half);
     const Quads quads = largest_quads(q, group, half, width);
     const int looked = 8 * quads.count;
-    Scored* scored = static_cast<Scored*>(edgellm::scratch(sizeof(Scored) * size_t(among.count) + 4 * size_t(group) * looked));
+    const size_t bytes = sizeof(Scored) * size_t(among.count) + 4 * size_t(group) * looked;
+    Scored* scored = static_cast<Scored*>(edgellm::scratch(bytes));
     float* near = reinterpret_cast<float*>(scored + among.count);
     for (int h = 0; h < group; ++h)
         for (int i = 0; i < looked; ++i)

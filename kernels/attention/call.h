@@ -134,7 +134,7 @@ struct PanelLists {
 // How many blocks a row at a position reads of those that it sees.
 inline int blocks_read(int position, int kv_read) { return std::min(position / BLOCK + 1, kv_read / BLOCK); }
 
-// The sealed blocks that a row at a position sees, behind at least three others.
+// The sealed blocks that a row at a position sees, block 1 and those behind it.
 inline BlockList sealed_blocks(int position) { return {nullptr, position / BLOCK - 2, 1, 0, nullptr}; }
 
 }  // namespace edgellm

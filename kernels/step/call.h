@@ -114,10 +114,11 @@ struct Transformer {
 // Layers before the first one whose rows may read a part of what they see.
 constexpr int DENSE_LAYERS = 2;
 
-// Rows at so many positions, from a multiple of it on, choose among the candidates of the first of them that is computed,
-// where these stay from step to step: of each head the position of that row, plus 1, and its best blocks. Looking at all
-// sealed blocks is 13 of 30 ms a token behind 32,000 tokens.
-constexpr int CHOICE = 16;
+// Rows at so many positions, from a multiple of it on, choose among the blocks on the shortlist of the first of them
+// that is computed: its best ones, behind its position plus 1. Looking at all sealed blocks is 13 of 30 ms a token
+// behind 32,000 tokens (SmolLM2-135M, AVX2). There are enough shortlists for all rows that may be taken back.
+constexpr int SHORTLIST_ROWS = 16, SHORTLISTS = 64;
+static_assert(BLOCK % SHORTLIST_ROWS == 0, "the rows see the same sealed blocks");
 
 // The states of a span in a pool; the same fields as in native.py.
 struct StateSpan {
@@ -132,14 +133,14 @@ struct Span {
     const StateSpan* states;       // in each pool; null where no layer has a state
     const HeadBlocks* heads;       // in each pool; null where the context is whole
     float* const* shares;          // in each pool, to be raised to what rows give to keys; null: are not asked for
-    int32_t* const* choices;       // in each pool, [layer_count, kv_heads, 1 + candidates], see `CHOICE`; null: none
+    int32_t* const* shortlists;    // in each pool, [layer_count, kv_heads, SHORTLISTS, 1 + listed]; null: none
     int32_t rows, start;           // they stand at positions start ..
     int32_t logit_rows;            // the last so many of them go through the head
     int32_t adapter_start;         // the first so many of them go without the adapter
     int32_t kv_read;               // tokens that each row reads at most, in layers behind the first ones; 0: all
     float mass;                    // share of the attention that whole blocks of rows read; 0: all
     int32_t share_blocks;          // blocks of keys whose shares are asked for
-    int32_t candidates;            // blocks at most that rows choose among
+    int32_t listed;                // blocks on a shortlist
 
     BlockRange sparse_blocks() const { return edgellm::sparse_blocks(start, rows, mass); }
     bool chooses_panels() const { return sparse_blocks().from < sparse_blocks().to; }

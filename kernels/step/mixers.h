@@ -345,9 +345,15 @@ protected:
         });
     }
 
-    // The blocks that rows of answers read, in their order where some choose among the candidates of another.
+    // Whether rows of a span choose among blocks on shortlists.
+    bool has_shortlists(int s) const {
+        const edgellm::Span& span = call_.spans[s];
+        return span.shortlists && edgellm::sealed_blocks(span.start + span.rows - 1).count > span.listed;
+    }
+
+    // Chooses the blocks that rows of answers read, one row after another where some write shortlists for others.
     void choose(edgellm::Worker& worker, const edgellm::Layer& layer, const edgellm::Heads& heads) const {
-        const auto runs = [&](int s) { return call_.spans[s].choices ? 1 : call_.spans[s].rows; };
+        const auto runs = [&](int s) { return has_shortlists(s) ? 1 : call_.spans[s].rows; };
         const auto items = [&](int s) { return heads.spans[s].chooses ? heads.kv_heads * runs(s) : 0; };
         each_of_spans(worker, items, [&](int s, int item) {
             const edgellm::Span& span = call_.spans[s];
@@ -355,26 +361,29 @@ protected:
             for (int row = first; row < first + rows; ++row) {
                 const AttendTask task{layer.slot, kv_head, row * heads.group, heads.group, 0, 0, nullptr, {}, {}, {}};
                 int32_t* to = chosen(heads, places_.spans[s].row + row, kv_head);
-                choose_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, candidates(layer, heads, s, task), to);
+                choose_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, choice(layer, heads, s, task), to);
             }
         });
     }
 
-    // The blocks among which a row chooses. It names them itself if no row before it at the same CHOICE positions has.
-    edgellm::BlockList candidates(const edgellm::Layer& layer, const edgellm::Heads& heads, int s,
-                                  const AttendTask& task) const {
+    // The blocks among which a row chooses: all sealed ones, or those on a shortlist, which it writes if no row before
+    // it has.
+    edgellm::BlockList choice(const edgellm::Layer& layer, const edgellm::Heads& heads, int s,
+                              const AttendTask& task) const {
         const edgellm::Span& span = call_.spans[s];
-        const int position = span.start + task.first / heads.group;
+        const int position = span.start + task.first / heads.group, number = position / edgellm::SHORTLIST_ROWS;
         const edgellm::BlockList all = edgellm::sealed_blocks(position);
-        if (!span.choices || all.count <= span.candidates) return all;
+        if (!has_shortlists(s) || all.count <= span.listed) return all;
+        // by layers, not slots: several layers may read K and V of one
         const size_t head = size_t(&layer - model_.layers) * heads.kv_heads + task.kv_head;
-        int32_t* kept = span.choices[layer.pool] + head * (1 + size_t(span.candidates));
-        const int by = kept[0] - 1;
-        if (by < 0 || by >= position || by / edgellm::CHOICE != position / edgellm::CHOICE) {
-            best_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, all, span.candidates, kept + 1);
-            kept[0] = position + 1;
+        int32_t* list = span.shortlists[layer.pool] +
+                        (head * edgellm::SHORTLISTS + number % edgellm::SHORTLISTS) * (1 + size_t(span.listed));
+        const int by = list[0] - 1;
+        if (by < 0 || by >= position || by / edgellm::SHORTLIST_ROWS != number) {
+            best_blocks(kv_of(layer, s), queries_of(layer, heads, s), task, all, span.listed, list + 1);
+            list[0] = position + 1;
         }
-        return {kept + 1, span.candidates, 0, 0, nullptr};
+        return {list + 1, span.listed, 0, 0, nullptr};
     }
 
     // What row `row` of a KV head of a span comes to over a split of the keys.

@@ -15,7 +15,7 @@ from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
 from edgellm.kernels.native import HeadPlaces, StateTarget, address
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 from edgellm.kernels.step.checks import Pool
-from edgellm.kernels.step.span import StepSpan, check_choices, check_shares, check_states
+from edgellm.kernels.step.span import StepSpan, check_shares, check_shortlists, check_states
 
 
 class NativeSpan(ctypes.Structure):
@@ -24,13 +24,13 @@ class NativeSpan(ctypes.Structure):
     _fields_ = [
         *(
             (name, ctypes.c_void_p)
-            for name in ("tables", "adapter", "states", "heads", "shares", "choices")
+            for name in ("tables", "adapter", "states", "heads", "shares", "shortlists")
         ),
         *((name, ctypes.c_int32) for name in ("rows", "start", "logit_rows")),
         *((name, ctypes.c_int32) for name in ("adapter_start", "kv_read")),
         ("mass", ctypes.c_float),
         ("share_blocks", ctypes.c_int32),
-        ("candidates", ctypes.c_int32),
+        ("listed", ctypes.c_int32),
     ]
 
 
@@ -59,7 +59,7 @@ class SpanParts:
     states: ctypes.Array[_StateSpan] | None
     heads: ctypes.Array[HeadPlaces] | None
     shares: NDArray[np.uint64] | None
-    choices: NDArray[np.uint64] | None
+    shortlists: NDArray[np.uint64] | None
 
     def span(self, span: StepSpan, adapter: int | None) -> NativeSpan:
         """Make the structure of the span whose parts they are.
@@ -74,7 +74,7 @@ class SpanParts:
             None if self.states is None else ctypes.addressof(self.states),
             None if self.heads is None else ctypes.addressof(self.heads),
             address(self.shares),
-            address(self.choices),
+            address(self.shortlists),
             len(span.tokens),
             span.start,
             span.logit_rows,
@@ -82,7 +82,7 @@ class SpanParts:
             span.kv_read or 0,
             span.prefill_mass or 0.0,
             lengths[0] // BLOCK if lengths else 0,
-            max((each.shape[2] - 1 for each in span.choices if each is not None), default=0),
+            max((each.shape[3] - 1 for each in span.shortlists if each is not None), default=0),
         )
 
 
@@ -115,7 +115,7 @@ def span_parts(
             tables.append(sealed_ids(table, pool, tokens=span.start + count))
         else:
             tables.append(np.empty(0, np.int64))
-    states = heads = shares = choices = None
+    states = heads = shares = shortlists = None
     if any(isinstance(pool, StateBlocks) for pool in pools):
         check_states(span, pools)
         states = (_StateSpan * len(span.states))(*map(_StateSpan.of, span.states))
@@ -131,8 +131,8 @@ def span_parts(
     if any(each is not None for each in span.shares):
         check_shares(span, pools)
         shares = np.array([address(each) or 0 for each in span.shares], np.uint64)
-    if any(each is not None for each in span.choices):
-        check_choices(span, pools, layers=layers)
-        choices = np.array([address(each) or 0 for each in span.choices], np.uint64)
+    if any(each is not None for each in span.shortlists):
+        check_shortlists(span, pools, layers=layers)
+        shortlists = np.array([address(each) or 0 for each in span.shortlists], np.uint64)
     pointers = np.array([address(table) for table in tables], np.uint64)
-    return SpanParts(tables, pointers, states, heads, shares, choices)
+    return SpanParts(tables, pointers, states, heads, shares, shortlists)

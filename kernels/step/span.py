@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from edgellm.kernels.head_blocks import HeadBlocks
 from edgellm.kernels.kv_blocks import BLOCK, BlockTable, KVBlocks
 from edgellm.kernels.lora import AdapterWeights
+from edgellm.kernels.sealed_blocks import HOT, SHORTLISTS, Shortlists
 from edgellm.kernels.state_blocks import StateBlocks, StateView
 
 Floats = NDArray[np.float32]
@@ -32,9 +33,8 @@ class StepSpan:
         adapter_start: number of first tokens that go without it.
         kv_read: tokens that each row reads at most, in C++ alone, see `sealed_blocks.py`; the first
             two layers read all. None: all layers do.
-        choices: in each pool whose rows choose, in C++ alone, see `allocate_choices`. Rows at 16
-            positions from a multiple of 16 on choose among the candidates of the first of them.
-            Left out: each row looks at all.
+        shortlists: in each pool that seals blocks, in C++ alone, see `allocate_shortlists`; the
+            same from span to span of an answer. Left out: each row looks at all sealed blocks.
         prefill_mass: share of the attention, about, that whole blocks of rows from position 4,096
             on read, in C++ alone, in layers with K and V of their own that see all positions. None:
             all layers read all.
@@ -56,7 +56,7 @@ class StepSpan:
     prefill_mass: float | None = None
     heads: Sequence[HeadBlocks | None] = ()
     shares: Sequence[Floats | None] = ()
-    choices: Sequence[NDArray[np.int32] | None] = ()
+    shortlists: Shortlists = ()
 
     def last_rows(self, count: int) -> StepSpan:
         """Return the span of the last `count` rows, where those before need no more layers."""
@@ -178,29 +178,27 @@ def check_shares(span: StepSpan, pools: Sequence[object]) -> None:
         raise ValueError(f"shares of {sorted(lengths)} keys of the first {min(there)}")
 
 
-def check_choices(span: StepSpan, pools: Sequence[object], *, layers: int) -> None:
-    """Refuse choices that do not fit the pools and the number of tokens to read.
+def check_shortlists(span: StepSpan, pools: Sequence[object], *, layers: int) -> None:
+    """Refuse shortlists that do not fit the pools and the number of tokens to read.
 
     Raises:
         ValueError: they are refused.
     """
-    if span.kv_read is None or len(span.choices) != len(pools):
+    if span.kv_read is None or len(span.shortlists) != len(pools):
         raise ValueError(
-            f"choices in {len(span.choices)} of {len(pools)} pools, {span.kv_read} tokens to read"
+            f"shortlists in {len(span.shortlists)} of {len(pools)} pools, {span.kv_read} tokens to "
+            "read"
         )
-    sizes = {each.shape[2] - 1 for each in span.choices if each is not None and each.ndim == 3}
-    for choices, pool in zip(span.choices, pools, strict=True):
-        seals = isinstance(pool, KVBlocks) and pool.sealed is not None
-        if choices is None and not seals:
-            continue
-        if choices is None or not isinstance(pool, KVBlocks) or len(sizes) != 1:
-            raise ValueError("choices in other pools than those that seal blocks")
-        if choices.shape[:2] != (layers, pool.kv_heads) or choices.dtype != np.int32:
-            raise ValueError(
-                f"choices are {choices.dtype} {choices.shape}; needed are int32 of {layers} layers "
-                f"with {pool.kv_heads} heads"
-            )
-        if not choices.flags.c_contiguous or not choices.flags.writeable:
-            raise ValueError("choices with gaps, or that cannot be written")
-    if min(sizes) < span.kv_read // BLOCK - 3:
-        raise ValueError(f"choices of {min(sizes)} candidates, {span.kv_read} tokens to read")
+    listed = max(each.shape[-1] for each in span.shortlists if each is not None) - 1
+    if listed < span.kv_read // BLOCK - HOT:
+        raise ValueError(f"shortlists of {listed} blocks, {span.kv_read} tokens to read")
+    for lists, pool in zip(span.shortlists, pools, strict=True):
+        if not isinstance(pool, KVBlocks) or pool.sealed is None:
+            right = lists is None
+        else:
+            shape = layers, pool.kv_heads, SHORTLISTS, 1 + listed
+            right = lists is not None and lists.shape == shape and lists.dtype == np.int32
+        if not right:
+            raise ValueError(f"shortlists are not int32, or do not fit {layers} layers and a pool")
+        if lists is not None and not (lists.flags.c_contiguous and lists.flags.writeable):
+            raise ValueError("shortlists with gaps, or that cannot be written")

@@ -12,7 +12,7 @@ from model_shapes import SHAPES, Shape
 from random_model import Model
 
 from edgellm.kernels.kv_blocks import BLOCK, KVBlocks, SealedBlocks
-from edgellm.kernels.sealed_blocks import allocate_choices
+from edgellm.kernels.sealed_blocks import allocate_shortlists
 from edgellm.kernels.step import FusedStep, LayerGroup, StepSpan
 
 # Rows of a prompt, and of an answer behind it.
@@ -79,26 +79,30 @@ def test_rows_of_answers_have_their_bits_in_any_company(run: Run) -> None:
     np.testing.assert_array_equal(last[1], expected)
 
 
+def shortlists(run: Run, *, least: int) -> list[np.ndarray | None]:
+    return [
+        allocate_shortlists(run.layers, pool.kv_heads, READ, least=least)
+        if isinstance(pool, KVBlocks) and pool.sealed
+        else None
+        for pool in run.pools
+    ]
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_rows_at_16_positions_choose_among_the_best_of_the_first(run: Run) -> None:
     """However they are cut; a row that was computed and taken back has no say."""
-    own = np.concatenate([run.logits(run.span(at, at + 1)) for at in range(PROMPT, END)])
+
+    def rows(lists: list[np.ndarray | None], start: int, end: int) -> np.ndarray:
+        dense = run.span(600, 601, other=1, kv_read=None)
+        return run.logits(dense, replace(run.span(start, end), shortlists=lists), threads=3)[1:]
 
     def cut(*ends: int) -> tuple[np.ndarray, list[np.ndarray | None]]:
-        choices = [
-            allocate_choices(run.layers, pool.kv_heads, READ, least=2)
-            if isinstance(pool, KVBlocks) and pool.sealed
-            else None
-            for pool in run.pools
-        ]
-        rows = []
-        for start, end in pairwise((PROMPT, *ends)):
-            span = replace(run.span(start, end), choices=choices)
-            dense = run.span(600, 601, other=1, kv_read=None)
-            rows.append(run.logits(dense, span, threads=3)[1:])
-        return np.concatenate(rows), choices
+        lists = shortlists(run, least=2)
+        parts = [rows(lists, *each) for each in pairwise((PROMPT, *ends))]
+        return np.concatenate(parts), lists
 
-    expected, choices = cut(*range(PROMPT + 1, END + 1))
+    own = np.concatenate([run.logits(run.span(at, at + 1)) for at in range(PROMPT, END)])
+    expected, lists = cut(*range(PROMPT + 1, END + 1))
     alike = (expected == own).all(1)
     assert alike[0]
     assert alike[784 - PROMPT]  # the first of 16
@@ -106,27 +110,38 @@ def test_rows_at_16_positions_choose_among_the_best_of_the_first(run: Run) -> No
     for ends in ((END,), (783, END), (784, END), (787, 788, END)):
         found, after = cut(*ends)
         np.testing.assert_array_equal(found, expected)
-        for each, chosen in zip(after, choices, strict=True):
-            if chosen is not None and each is not None:
-                np.testing.assert_array_equal(each, chosen)
-    (chosen,) = (each for each in choices if each is not None)
-    assert {*chosen[-1, :, 0]} == {785}
-    assert {*chosen[0, :, 0]} == {0}  # a layer that reads all, or has a window
-    # taken back to 786, where 784 still has its say, and to 784
-    for start, end in ((786, END), (784, 787), (787, END)):
-        found = run.logits(replace(run.span(start, end), choices=choices))
-        np.testing.assert_array_equal(found, expected[start - PROMPT : end - PROMPT])
-    # others are chosen among, by the rows at their 16 positions alone
-    for worst in (1, 2, 3, 4):
-        chosen[-1, :, 1:] = worst
-        found = run.logits(replace(run.span(786, 787), choices=choices))
-        if (found != expected[786 - PROMPT : 787 - PROMPT]).any():
-            break
-    else:
-        pytest.fail("the candidates were not read")
-    chosen[:, :, 0] = 786 + 1
-    found = run.logits(replace(run.span(786, 787), choices=choices))
-    np.testing.assert_array_equal(found, own[786 - PROMPT : 787 - PROMPT])
+        np.testing.assert_equal(after, lists)
+    (held,) = (each for each in lists if each is not None)
+    assert {*held[-1, :, 48, 0]} == {PROMPT + 1}
+    assert {*held[-1, :, 49, 0]} == {785}
+    assert {*held[0].flat} == {0}  # a layer that reads all, or has a window
+    # taken back, also to before 784
+    for start, end in ((786, END), (782, 783), (783, 787), (784, 785), (785, END)):
+        np.testing.assert_array_equal(
+            rows(lists, start, end), expected[start - PROMPT : end - PROMPT]
+        )
+    # others that are on the list are chosen among, by the rows at their 16 positions alone
+    others = np.array([rows(listed(lists, block), 786, 787)[0] for block in range(1, 5)])
+    assert (others != expected[786 - PROMPT]).any()
+    held[-1, :, 49, 0] = 786 + 1
+    np.testing.assert_array_equal(rows(lists, 786, 787)[0], own[786 - PROMPT])
+
+
+def listed(lists: list[np.ndarray | None], block: int) -> list[np.ndarray | None]:
+    """The same shortlists with one block alone on them."""
+    changed = [None if each is None else each.copy() for each in lists]
+    for each in changed:
+        if each is not None:
+            each[..., 1:] = block
+    return changed
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_shortlists_of_all_blocks_are_not_written(run: Run) -> None:
+    lists = shortlists(run, least=4)
+    span = replace(run.span(PROMPT, END), shortlists=lists)
+    np.testing.assert_array_equal(run.logits(span), run.logits(run.span(PROMPT, END)))
+    assert not any(each.any() for each in lists if each is not None)
 
 
 def test_the_first_layers_and_short_texts_read_all(run: Run, compiled: ctypes.CDLL) -> None:
@@ -147,10 +162,10 @@ def test_what_cannot_choose_is_refused(native_library: ctypes.CDLL) -> None:
         run.logits(run.span(PROMPT, END, kv_read=511))
     span, pool = run.span(PROMPT, END), run.pools[0]
     assert isinstance(pool, KVBlocks)
-    right = allocate_choices(run.layers, pool.kv_heads, READ)
+    right = allocate_shortlists(run.layers, pool.kv_heads, READ)
     few, wrong = np.ascontiguousarray(right[..., :1]), right.astype(np.int64)
-    for choices in ([right], [right, right], [few, None], [wrong, None], [right[0], None]):
-        with pytest.raises(ValueError, match="choices"):
-            run.logits(replace(span, choices=choices))
+    for lists in ([right], [right, right], [few, None], [wrong, None], [right[0], None]):
+        with pytest.raises(ValueError, match="shortlists"):
+            run.logits(replace(span, shortlists=lists))
     with pytest.raises(ValueError, match="None tokens to read"):
-        run.logits(replace(span, choices=[right, None], kv_read=None))
+        run.logits(replace(span, shortlists=[right, None], kv_read=None))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from inspection import draft_always
+from inspection import draft_always, draft_as, set_costs
 from loops import together
 
 from edgellm import Completion, OptionError
+from edgellm.cache import kv_cache
 from edgellm.engine.one_sequence import compute_tokens
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
+from edgellm.kernels.sealed_blocks import allocate_shortlists
 from edgellm.llm import LLM, load
 
 pytestmark = pytest.mark.skipif(library() is None, reason="installed without a compiler")
@@ -25,6 +28,12 @@ READ = 4 * BLOCK
 @pytest.fixture(scope="module")
 def bundle(deep_model: Path) -> str:
     return str(load(str(deep_model)).engine.bundle.path)
+
+
+@pytest.fixture(autouse=True)
+def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks on a shortlist, of the four that are sealed behind 768 tokens."""
+    monkeypatch.setattr(kv_cache, "allocate_shortlists", partial(allocate_shortlists, least=2))
 
 
 def start(bundle: str, kv_read: int | None = READ, **options: Any) -> LLM:
@@ -72,6 +81,28 @@ def test_prefixes_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
     same(session.generate(**ANSWER), first)
 
 
+def test_rows_choose_among_shortlists(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    short = start(bundle).generate(TOKENS, **ANSWER)
+    monkeypatch.setattr(kv_cache, "allocate_shortlists", allocate_shortlists)
+    assert start(bundle).generate(TOKENS, **ANSWER).logprobs != short.logprobs
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 7])
+def test_drafts_that_are_rejected_behind_a_shortlist(
+    bundle: str, right: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = start(bundle).generate(TOKENS, speculate=False, **ANSWER)
+
+    def draft(tokens: list[int]) -> list[int]:
+        at = len(tokens) - len(TOKENS)
+        return [*plain.tokens[at : at + right], *[3] * 20]
+
+    draft_as(monkeypatch, draft)
+    found = start(bundle).generate(TOKENS, **ANSWER)
+    assert found.stats.drafted_tokens > 0
+    same(found, plain)
+
+
 def test_drafts(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start(bundle)
     for length in (READ - 2, 6 * BLOCK - 5):
@@ -85,7 +116,7 @@ def test_drafts(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> None:
     """Before and behind the place from which on they choose."""
-    options = {**ANSWER, "max_tokens": 330}
+    options = {**ANSWER, "max_tokens": 400}
     calls = [([i, *TOKENS[: 250 + 60 * (i % 2)]], options) for i in range(4)]
     small = start(bundle, cache_size=1024, scheduling=scheduling)
     found = together(small, calls)
@@ -94,13 +125,16 @@ def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> No
         same(each, start(bundle).generate(prompt, **options))
 
 
-def test_a_context_that_shifts_is_computed_again(bundle: str) -> None:
-    llm = start(bundle)
-    options = {**ANSWER, "max_tokens": 300, "context_policy": "shift"}
-    found = llm.generate(TOKENS, **options)
-    assert found.stats.dropped_tokens > 0
-    assert len(found.tokens) == 300
-    same(start(bundle).generate(TOKENS, **options), found)
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
+def test_a_context_that_shifts_is_computed_again(bundle: str, scheduling: str) -> None:
+    options = {**ANSWER, "max_tokens": 960, "context_policy": "shift", "speculate": False}
+    expected = start(bundle).generate(TOKENS[:300], **options)
+    assert expected.stats.dropped_tokens > 0
+    assert len(expected.tokens) == 960
+    llm = start(bundle, cache_size=4096, scheduling=scheduling)
+    set_costs(llm, 1e-3)  # few rows in a step
+    found, _ = together(llm, [(TOKENS[:300], options), ([9, *TOKENS[:40]], options)])
+    same(found, expected)
 
 
 def test_rows_before_the_place_are_found_by_all(bundle: str) -> None:
