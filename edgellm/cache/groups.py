@@ -21,7 +21,12 @@ from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
 from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, SealedBlocks, block_bytes
-from edgellm.kernels.sealed_blocks import sealed_bytes, sealed_end
+from edgellm.kernels.sealed_blocks import (
+    Shortlists,
+    allocate_shortlists,
+    sealed_bytes,
+    sealed_end,
+)
 from edgellm.kernels.state_blocks import StateBlocks
 
 # Maximum of tokens that one step adds to a sequence. A prompt of 512 at once was 9 % faster than
@@ -369,6 +374,17 @@ def step_bytes(config: ModelConfig, tokens: int, *, format: KVFormat) -> int:
         layers = (*group.layers, *(reader for reader, _ in group.readers))
         read += _block_bytes(replace(group, layers=layers)) * rows // BLOCK
     return read
+
+
+def shortlists(groups: Sequence[Group], kv_read: int) -> Shortlists:
+    """Allocate the shortlists of an answer in each group, see `StepSpan`."""
+    layers = len(places(groups))
+    return [
+        allocate_shortlists(layers, group.kv_heads, kv_read)
+        if isinstance(group, CacheGroup) and group.part == "hot"
+        else None
+        for group in groups
+    ]
 
 
 def pool_blocks(ctx_size: int) -> int:

@@ -43,12 +43,11 @@ from edgellm.kernels.kv_blocks import (
     BLOCK,
     KV_FORMATS,
     SEALED,
-    KVBlocks,
     KVFormat,
     SealedBlocks,
     allocate,
 )
-from edgellm.kernels.sealed_blocks import Shortlists, allocate_sealed, allocate_shortlists
+from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.state_blocks import allocate_states
 
 if TYPE_CHECKING:
@@ -187,15 +186,6 @@ class KVCache:
     def used_blocks(self) -> int:
         """Number of blocks that sequences hold; cached blocks without a sequence do not count."""
         return sum(group.pool.used for group in self.groups)
-
-    def shortlists(self, kv_read: int) -> Shortlists:
-        """Allocate the shortlists of an answer in each group, see `StepSpan`."""
-        return [
-            allocate_shortlists(len(self.places), blocks.kv_heads, kv_read)
-            if isinstance(blocks, KVBlocks) and blocks.sealed is not None
-            else None
-            for blocks in (group.blocks for group in self.groups)
-        ]
 
     def drop(self, sequence: Sequence) -> None:
         """Close a sequence that is not reachable, between two changes; safe from `__del__`."""

@@ -17,7 +17,7 @@ from edgellm.backends.opening import Graphs, Steps, open_models
 from edgellm.backends.registry import CHUNKED
 from edgellm.backends.selection import Parts, select
 from edgellm.cache.disk_cache import DiskCache, WriteBehind
-from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, rope_frequencies, shortlists
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine import memory
 from edgellm.engine.adapters import Adapters
@@ -30,6 +30,7 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.kernels.experts import ExpertMemory
 from edgellm.kernels.kv_blocks import LAYOUT_VERSION
 from edgellm.kernels.native import isa
+from edgellm.kernels.sealed_blocks import Shortlists
 from edgellm.machine import usable_cores
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
@@ -187,6 +188,13 @@ class LoadedModel:
         """Plain steps that keeping the states after one more row takes as long as, about."""
         states = 2 * self.cache.state_bytes  # a write reads its cache lines first
         return states / (memory.token_bytes(self.bundle) + states)
+
+    def shortlists(self) -> Shortlists:
+        """Allocate the shortlists of an answer, see `StepSpan`; none where all is read."""
+        kv_read = self.options.kv_read
+        if kv_read is None or kv_read > self.ctx_size:
+            return ()
+        return shortlists([group.group for group in self.cache.groups], kv_read)
 
     def _make_cache(self) -> KVCache:
         bundle, options = self.bundle, self.options

@@ -41,11 +41,12 @@ class PrefillJob:
         *,
         adapter: AdapterWeights | None = None,
         adapter_start: int = 0,
+        shortlists: Shortlists = (),
     ) -> None:
         """Reserve room for `tokens` behind a sequence.
 
         Args:
-            adapter, adapter_start: see `Span`.
+            adapter, adapter_start, shortlists: see `Span`.
 
         Raises:
             ContextOverflowError, CacheFullError: see `Sequence.reserve`.
@@ -54,7 +55,7 @@ class PrefillJob:
         self.away = self.dropped = False
         self._base = base
         self._tokens = tokens
-        self._adapter, self._adapter_start = adapter, adapter_start
+        self._adapter, self._adapter_start, self._shortlists = adapter, adapter_start, shortlists
         self._hidden: Floats | None = None  # states that enter the next layer
         self._passed = 0
         self._layers: Layers | None = None  # layers of the last span; None: all
@@ -70,19 +71,12 @@ class PrefillJob:
         return sequence is self._base and len(sequence) == self.growth.start
 
     def span(
-        self,
-        layers: Layers | None,
-        *,
-        logit_rows: int,
-        candidates: int,
-        answers: bool,
-        shortlists: Shortlists,
+        self, layers: Layers | None, *, logit_rows: int, candidates: int, answers: bool
     ) -> Span:
         """Return the rows as a span in their next layers; logits come after the last layer.
 
         Args:
             layers: the layers; None: all.
-            shortlists: see `StepSpan`.
         """
         self._layers, group = layers, None
         if layers is not None:
@@ -97,7 +91,7 @@ class PrefillJob:
             self._adapter,
             self._adapter_start,
             answers=answers,
-            shortlists=shortlists,
+            shortlists=self._shortlists,
         )
 
     def take(self, hidden: Floats) -> bool:

@@ -22,7 +22,7 @@ from edgellm.engine.speculation import speculation
 from edgellm.engine.stream import Stream
 from edgellm.kernels.kv_blocks import BLOCK, DENSE_POSITIONS
 from edgellm.kernels.sampling import Logits, log_sum_exp
-from edgellm.kernels.sealed_blocks import Shortlists, first_choosing
+from edgellm.kernels.sealed_blocks import first_choosing
 from edgellm.progress import Progress
 from edgellm.results import FinishReason, Piece, Stats, TokenLogprob
 
@@ -138,7 +138,7 @@ class Request(Stream):
         )
         self._speculation = speculation(engine, options, salt=context.salt)
         self._scores: PromptScores | None = None
-        self._shortlists: Shortlists = ()
+        self._shortlists = engine.shortlists()
         if options.prompt_logprobs is not None:
             self._scores = PromptScores(engine.prefill, context.tokens, top=options.prompt_logprobs)
         self._stats = AnswerStats(
@@ -313,8 +313,6 @@ class Request(Stream):
         choosing = end if kv_read is None else max(answer, first_choosing(kv_read))
         if computed < choosing:
             rows = min(rows, choosing - computed)
-        elif kv_read is not None and not self._shortlists:
-            self._shortlists = self._engine.cache.shortlists(kv_read)
         tokens = self.tokens[computed : computed + rows]
         last, candidates = computed + len(tokens) == end, self._candidates()
         adapter = None if self.context.adapter is None else self.context.adapter.weights
@@ -323,14 +321,14 @@ class Request(Stream):
             self._drop_job()
         if layers is not None or apart:
             self.job = self.job or PrefillJob(
-                self.context.sequence, tokens, adapter=adapter, adapter_start=plain
+                self.context.sequence,
+                tokens,
+                adapter=adapter,
+                adapter_start=plain,
+                shortlists=self._shortlists,
             )
             return self.job.span(
-                layers,
-                logit_rows=int(last),
-                candidates=candidates,
-                answers=computed >= answer,
-                shortlists=self._shortlists,
+                layers, logit_rows=int(last), candidates=candidates, answers=computed >= answer
             )
         guess = self._speculation.draft(draft, self.tokens)
         return Span(

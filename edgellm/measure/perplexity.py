@@ -174,8 +174,7 @@ def _decode_logits(engine: Engine, tokens: Sequence[int]) -> Iterator[tuple[int,
     """Compute logits through the decode back end, one token at a time; see `window_logits`."""
 
     def compute() -> Generator[tuple[int, Floats], None, None]:
-        sequence, kv_read = engine.cache.sequence(), engine.options.kv_read
-        lists = () if kv_read is None else engine.cache.shortlists(kv_read)
+        sequence, lists = engine.cache.sequence(), engine.shortlists()
         decode = partial(
             compute_tokens, engine.decoder, sequence=sequence, answers=True, shortlists=lists
         )

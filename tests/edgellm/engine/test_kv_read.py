@@ -11,7 +11,7 @@ from inspection import draft_always, draft_as, set_costs
 from loops import together
 
 from edgellm import Completion, OptionError
-from edgellm.cache import kv_cache
+from edgellm.cache import groups
 from edgellm.engine.one_sequence import compute_tokens
 from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.native import library
@@ -33,7 +33,7 @@ def bundle(deep_model: Path) -> str:
 @pytest.fixture(autouse=True)
 def short_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks on a shortlist, of the four that are sealed behind 768 tokens."""
-    monkeypatch.setattr(kv_cache, "allocate_shortlists", partial(allocate_shortlists, least=2))
+    monkeypatch.setattr(groups, "allocate_shortlists", partial(allocate_shortlists, least=2))
 
 
 def start(bundle: str, kv_read: int | None = READ, **options: Any) -> LLM:
@@ -83,7 +83,7 @@ def test_prefixes_forks_rewinds_and_files(bundle: str, tmp_path: Path) -> None:
 
 def test_rows_choose_among_shortlists(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = start(bundle).generate(TOKENS, **ANSWER)
-    monkeypatch.setattr(kv_cache, "allocate_shortlists", allocate_shortlists)
+    monkeypatch.setattr(groups, "allocate_shortlists", allocate_shortlists)
     assert start(bundle).generate(TOKENS, **ANSWER).logprobs != short.logprobs
 
 
