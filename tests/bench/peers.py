@@ -240,9 +240,10 @@ def main() -> None:
 
     tokenizer = load(arguments.model, ctx_size=256).engine.tokenizer
     gate_ids = tokenizer.encode(TEXT)
-    text = Path(__file__).read_text(encoding="utf-8") * 3
-    ids = tokenizer.encode(text)[:4096]
     tests = [t for t in arguments.tests.split(",") if t]
+    longest = max(4096, *(parse(test)[0] for test in tests))
+    text = Path(__file__).read_text(encoding="utf-8") * (1 + longest // 1000)
+    ids = tokenizer.encode(text)[:longest]
     start = partial(PeerWorker, arguments=arguments, ctx_size=8192)
     with started(arguments.runtimes.split(","), start) as workers:
         names = [worker.name for worker in workers]
