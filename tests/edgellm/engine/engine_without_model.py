@@ -150,6 +150,7 @@ def start(
     loop = StillLoop(thread, cache, chosen, prefill=prefill, decoder=decoder)
     bundle: Any = None  # no adapter is loaded
     engine: Any = SimpleNamespace(
+        shortlists=tuple,
         adapters=Adapters(bundle, prefill=prefill, decoder=decoder),
         cache=cache,
         thread=thread,
