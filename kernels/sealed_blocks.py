@@ -36,14 +36,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.kernels.kv_blocks import (
-    BLOCK,
-    PANEL,
-    QUAD,
-    SEALINGS,
-    KVFormat,
-    SealedBlocks,
-)
+from edgellm.kernels.kv_blocks import BLOCK, PANEL, QUAD, SEALINGS, KVFormat, SealedBlocks
 
 # Of an answer in each pool, None in one without; see `allocate_shortlists`.
 Shortlists = Sequence[NDArray[np.int32] | None]
@@ -56,7 +49,7 @@ SHORTLISTS = 64
 # Blocks that are not sealed.
 HOT = 3
 # The fewest tokens to read: the first block, the last two, and a sealed one.
-LEAST_READ, MOST_READ = 4 * BLOCK, 2**31 - 1
+LEAST_READ, MOST_READ = (HOT + 1) * BLOCK, 2**31 - 1
 
 
 def first_choosing(kv_read: int) -> int:
@@ -75,7 +68,7 @@ def allocate_shortlists(
 
     Returns:
         `[layers, Hkv, SHORTLISTS, 1 + blocks]`: the position of the row whose best blocks they are,
-        plus 1, or 0, and the blocks; the one of a position at a sixteenth of it, round and round.
+        plus 1, or 0, and the blocks. Position p has list p // 16 % SHORTLISTS.
     """
     blocks = max(least, 2 * (kv_read // BLOCK - HOT))
     return np.zeros((layers, kv_heads, SHORTLISTS, 1 + blocks), np.int32)
