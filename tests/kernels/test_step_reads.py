@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from instruction_sets import HERE_OR_NONE, UseISA, in_turn
 from model_shapes import SHAPES, Shape
 from random_model import Model
 
@@ -21,15 +21,20 @@ READ = 4 * BLOCK
 
 
 class Run:
-    """A model's pools of sealed blocks, with the prompts of two sequences in them."""
+    """A model's pools of sealed blocks, with the prompts of three sequences in them.
 
-    def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
+    The best instruction set computes the prompts, for which scalar code takes two seconds.
+    """
+
+    def __init__(self, use_isa: UseISA, isa: str, shape: Shape) -> None:
+        library = use_isa(HERE_OR_NONE[0])
         self.model, self.layers = Model(shape), shape.layers
         self.tokens = (self.model.tokens * 2)[:END]
-        self.pools = self.model.pools("k4v4", blocks=14)
+        self.pools = self.model.pools("k4v4", blocks=21)
         self.step = FusedStep(library, self.model.weights, self.model.ropes, self.pools)
-        for other in range(2):
+        for other in range(3):
             self.step.run([self.span(0, PROMPT, other=other, kv_read=None)])
+        use_isa(isa)
 
     def span(self, start: int, end: int, *, other: int = 0, kv_read: int | None = READ) -> StepSpan:
         tables = [
@@ -49,13 +54,16 @@ class Run:
         return found[1]
 
 
-@pytest.fixture(params=[None, 200], ids=["", "a layer with a window"])
-def run(compiled: ctypes.CDLL, request: pytest.FixtureRequest) -> Run:
+@pytest.fixture
+def run(use_isa: UseISA, isa: str, window: int | None) -> Run:
     """The last layer sees all; with a window in the others, it alone chooses."""
-    layers = 3 if request.param is None else 4
-    return Run(compiled, replace(SHAPES[7], layers=layers, window=request.param))
+    return Run(use_isa, isa, replace(SHAPES[7], layers=4 if window else 3, window=window))
 
 
+windows = pytest.mark.parametrize(("isa", "window"), in_turn([None, 200]))
+
+
+@windows
 @pytest.mark.usefixtures("poisoned")
 def test_rows_of_answers_have_their_bits_in_any_company(run: Run) -> None:
     """Alone, several at once as a draft has them, beside rows that read all, and in groups of
@@ -64,7 +72,7 @@ def test_rows_of_answers_have_their_bits_in_any_company(run: Run) -> None:
     alone = [run.logits(run.span(at, at + 1), threads=1) for at in range(PROMPT, END)]
     expected = np.concatenate(alone)
     np.testing.assert_array_equal(run.logits(run.span(PROMPT, END), threads=3), expected)
-    dense = run.span(600, 750, other=1, kv_read=None)
+    dense = run.span(600, 750, other=2, kv_read=None)
     found = run.logits(dense, run.span(PROMPT, END), run.span(PROMPT, END, other=1))
     np.testing.assert_array_equal(found[150:], np.concatenate([expected] * 2))
     np.testing.assert_array_equal(run.logits(dense), found[:150])
@@ -88,6 +96,7 @@ def shortlists(run: Run, *, least: int) -> list[np.ndarray | None]:
     ]
 
 
+@windows
 @pytest.mark.usefixtures("poisoned")
 def test_rows_at_16_positions_choose_among_the_best_of_the_first(run: Run) -> None:
     """However they are cut; a row that was computed and taken back has no say."""
@@ -136,6 +145,7 @@ def listed(lists: list[np.ndarray | None], block: int) -> list[np.ndarray | None
     return changed
 
 
+@windows
 @pytest.mark.usefixtures("poisoned")
 def test_shortlists_of_all_blocks_are_not_written(run: Run) -> None:
     lists = shortlists(run, least=4)
@@ -144,20 +154,21 @@ def test_shortlists_of_all_blocks_are_not_written(run: Run) -> None:
     assert not any(each.any() for each in lists if each is not None)
 
 
-def test_the_first_layers_and_short_texts_read_all(run: Run, compiled: ctypes.CDLL) -> None:
+@windows
+def test_the_first_layers_and_short_texts_read_all(run: Run, use_isa: UseISA, isa: str) -> None:
     part = run.logits(run.span(PROMPT, END))
     every = run.logits(run.span(PROMPT, END, kv_read=None))
     assert 0 < np.abs(part - every).mean() < 0.5 * np.abs(every).mean()
     np.testing.assert_array_equal(run.logits(run.span(PROMPT, END, kv_read=7 * BLOCK)), every)
     short = run.span(READ - 8, READ, kv_read=None)
     np.testing.assert_array_equal(run.logits(replace(short, kv_read=READ)), run.logits(short))
-    two = Run(compiled, replace(SHAPES[7], layers=2))
+    two = Run(use_isa, isa, replace(SHAPES[7], layers=2))
     every = two.logits(two.span(PROMPT, END, kv_read=None))
     np.testing.assert_array_equal(two.logits(two.span(PROMPT, END)), every)
 
 
-def test_what_cannot_choose_is_refused(native_library: ctypes.CDLL) -> None:
-    run = Run(native_library, replace(SHAPES[1], layers=1))
+def test_what_cannot_choose_is_refused(use_isa: UseISA) -> None:
+    run = Run(use_isa, HERE_OR_NONE[0], replace(SHAPES[1], layers=1))
     with pytest.raises(ValueError, match=r"511 tokens to read of k4v4 .* 512 to"):
         run.logits(run.span(PROMPT, END, kv_read=511))
     span, pool = run.span(PROMPT, END), run.pools[0]
