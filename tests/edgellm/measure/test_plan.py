@@ -16,8 +16,9 @@ from edgellm.backends.selection import select
 from edgellm.export import export
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
+from edgellm.measure import explain
 from edgellm.measure.explain import Profile, measure, predict, profile
-from edgellm.measure.roofline import measure_cpu, measure_gpu, work_of
+from edgellm.measure.roofline import Machine, measure_cpu, measure_gpu, work_of
 from edgellm.options import EngineOptions
 from edgellm.store.bundle import Bundle
 
@@ -145,8 +146,13 @@ def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProce
 
 @pytest.mark.skipif(library() is None, reason="budgets need the native kernels")
 def test_the_size_of_the_cache_follows_its_options(
-    bundle_path: Path, tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+    bundle_path: Path,
+    tmp_path: Path,
+    cli: Callable[..., subprocess.CompletedProcess[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(explain, "measure_cpu", lambda *_, **__: Machine(1e9, "a CPU", 1e9))
+
     def cache(*options: str) -> tuple[float, str]:
         shown = cli("plan", "40", "-m", str(bundle_path), "-c", "1024", *options).stdout
         (line,) = (each for each in shown.splitlines() if each.startswith("KV cache: "))
