@@ -30,7 +30,7 @@ HERE_OR_NONE = HERE or ("none",)
 
 
 def in_turn(cases: Iterable[Any], *, large: Collection[Any] = ()) -> list[Any]:
-    """Each case with the best instruction set and with another one in turn; the rest is slow.
+    """Each case with the best instruction set, some with another one in turn; the rest is slow.
 
     The code of a step is one template of all of them, whose arithmetic has tests of its own.
 
@@ -39,7 +39,7 @@ def in_turn(cases: Iterable[Any], *, large: Collection[Any] = ()) -> list[Any]:
     """
 
     def wanted(number: int, i: int, case: Any) -> bool:
-        turn = i % len(HERE_OR_NONE)
+        turn = i % (2 * len(HERE_OR_NONE))
         return number == 0 or (number == turn and case not in large)
 
     return [

@@ -77,7 +77,7 @@ def test_whole_blocks_read_the_panels_that_the_reference_chooses(
 @pytest.mark.usefixtures("poisoned")
 def test_a_row_has_its_bits_however_whole_blocks_are_cut(compiled: ctypes.CDLL) -> None:
     """Blocks that are not whole read all, and so does a block that may read all of the mass."""
-    q, k, v = inputs(6, 2, 16)
+    q, k, v = inputs(4, 2, 8)
     blocks = filled(k, v)
 
     def attend(start: int, end: int, **rules: float) -> np.ndarray:

@@ -101,7 +101,7 @@ CUT = [
 @pytest.mark.parametrize(
     ("compiled", "case"),
     in_turn(
-        ((shape, ("int8", "f32")[i // len(HERE_OR_NONE) % 2]) for i, shape in enumerate(CUT)),
+        ((shape, ("int8", "f32")[i // (2 * len(HERE_OR_NONE)) % 2]) for i, shape in enumerate(CUT)),
         large=[(LATENTS["wide latents"], format) for format in ("int8", "f32")],
     ),
     indirect=["compiled"],
