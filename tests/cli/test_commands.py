@@ -385,12 +385,10 @@ def test_an_error_that_ctrl_c_became(error: Exception, monkeypatch: pytest.Monke
     assert run_command(["plan", "10"], interrupted=interrupted) == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [
-        (["run", "no-such-model", "x"], 1),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((["--version"], 0), (["run"], 2))),
-    ],
+    [(["run", "no-such-model", "x"], 1), (["--version"], 0), (["run"], 2)],
     ids=str,
 )
 def test_exit_codes_of_a_process(process: Cli, arguments: list[str], code: int) -> None:

@@ -13,7 +13,6 @@ from edgellm import ContextOverflowError, OptionError, TemplateError
 from edgellm.kernels.native import library
 from edgellm.llm import LLM, load
 from edgellm.named_prefix import forget_prefix, kept_prefixes
-from edgellm.store.bundle import Bundle
 from edgellm.text.template import ChatTemplate
 
 DOCUMENT = "The lighthouse of Orle was built in 1843 by Maria Tende. " * 12
@@ -21,19 +20,24 @@ SYSTEM = "You answer in one short sentence. " * 10
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
+@pytest.fixture(scope="module")
+def bundle(tiny_model: Path) -> str:
+    return str(load(str(tiny_model)).engine.bundle.path)
+
+
 @pytest.fixture
-def llm(smollm2: Bundle, edgellm_home: Path) -> LLM:
-    return load(str(smollm2.path), ctx_size=1024)
+def llm(bundle: str, edgellm_home: Path) -> LLM:
+    return load(bundle, ctx_size=1024)
 
 
-def test_a_document_is_there_after_a_restart(llm: LLM, smollm2: Bundle) -> None:
+def test_a_document_is_there_after_a_restart(llm: LLM, bundle: str) -> None:
     question = "Who built the lighthouse?"
     sampling = llm.generation_options(temperature=0, max_tokens=8)
     with llm.prefix("orle", DOCUMENT) as document:
         tokens = document.tokens
         document.append(question)
         expected = document.generate(options=sampling).text
-    other = load(str(smollm2.path), ctx_size=1024)
+    other = load(bundle, ctx_size=1024)
     with other.prefix("orle") as document, document.fork() as asked:
         assert document.tokens == tokens
         assert document.cached == len(tokens)
@@ -46,14 +50,14 @@ def test_a_document_is_there_after_a_restart(llm: LLM, smollm2: Bundle) -> None:
     ]
 
 
-def test_a_system_prompt_is_found_by_chats(llm: LLM, smollm2: Bundle) -> None:
+def test_a_system_prompt_is_found_by_chats(llm: LLM, bundle: str) -> None:
     with llm.prefix("short", SYSTEM, system=True) as prefix:
         count = len(prefix.tokens)
-    other = load(str(smollm2.path), ctx_size=1024)
+    other = load(bundle, ctx_size=1024)
     with other.prefix("short", SYSTEM, system=True):
         answer = other.chat(system=SYSTEM, temperature=0, max_tokens=4).send("What is a list?")
     assert answer.stats.cached_tokens == count
-    plain = load(str(smollm2.path), ctx_size=1024)
+    plain = load(bundle, ctx_size=1024)
     assert (
         plain.chat(system=SYSTEM, temperature=0, max_tokens=4).send("What is a list?").text
         == answer.text
@@ -61,24 +65,22 @@ def test_a_system_prompt_is_found_by_chats(llm: LLM, smollm2: Bundle) -> None:
 
 
 @pytest.mark.skipif(library() is None, reason="installed without a compiler")
-@pytest.mark.parametrize("system", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_condensed_text_is_condensed_after_a_restart(
-    llm: LLM, smollm2: Bundle, system: bool
-) -> None:
+@pytest.mark.parametrize("system", [False, True])
+def test_a_condensed_text_is_condensed_after_a_restart(llm: LLM, bundle: str, system: bool) -> None:
     """A chat and a session go on from it; what is damaged is condensed again."""
-    text = (DOCUMENT + SYSTEM) * 2
+    text = DOCUMENT
     with llm.prefix("orle", text, system=system, keep=0.5) as document:
         count = len(document.tokens)
         assert document.cached == count >= 512
     expected = answered(llm, text, system)
-    again = load(str(smollm2.path), ctx_size=1024)
+    again = load(bundle, ctx_size=1024)
     assert answered(again, text, system) == expected
     ((about, folder),) = kept_prefixes()
     assert about.keep == 0.5
     (folder / "session").write_bytes(b"damaged")
-    assert answered(load(str(smollm2.path), ctx_size=1024), text, system) == expected
+    assert answered(load(bundle, ctx_size=1024), text, system) == expected
     again.prefix("orle", text, system=system).close()  # all of it takes the place
-    assert answered(load(str(smollm2.path), ctx_size=1024), text, system) != expected
+    assert answered(load(bundle, ctx_size=1024), text, system) != expected
 
 
 def answered(llm: LLM, text: str, system: bool) -> tuple[object, ...]:
@@ -106,7 +108,7 @@ def test_another_text_takes_the_place(llm: LLM) -> None:
 
 
 def test_a_damaged_file_is_computed_again(
-    llm: LLM, smollm2: Bundle, caplog: pytest.LogCaptureFixture
+    llm: LLM, bundle: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with llm.prefix("orle", DOCUMENT) as document:
         tokens = document.tokens
@@ -114,7 +116,7 @@ def test_a_damaged_file_is_computed_again(
     data = bytearray((folder / "session").read_bytes())
     data[-5] ^= 1
     (folder / "session").write_bytes(data)
-    other = load(str(smollm2.path), ctx_size=1024)
+    other = load(bundle, ctx_size=1024)
     with other.prefix("orle") as document:
         assert (document.tokens, document.cached) == (tokens, len(tokens))
     assert "computed again" in caplog.text
@@ -123,9 +125,9 @@ def test_a_damaged_file_is_computed_again(
     assert not caplog.text
 
 
-def test_names_belong_to_a_model_and_kv_format(llm: LLM, smollm2: Bundle) -> None:
+def test_names_belong_to_a_model_and_kv_format(llm: LLM, bundle: str) -> None:
     llm.prefix("orle", DOCUMENT).close()
-    other = load(str(smollm2.path), ctx_size=1024, kv_format="f16")
+    other = load(bundle, ctx_size=1024, kv_format="f16")
     with pytest.raises(OptionError, match=r"no prefix 'orle' .* in f16; kept .*: orle"):
         other.prefix("orle")
     other.prefix("orle", DOCUMENT).close()
@@ -146,33 +148,32 @@ def test_bad_input(llm: LLM) -> None:
     assert kept_prefixes() == []
 
 
-def test_commands(smollm2: Bundle, edgellm_home: Path, cli: Cli, tmp_path: Path) -> None:
-    model = str(smollm2.path)
+def test_commands(bundle: str, edgellm_home: Path, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "orle.txt").write_text(DOCUMENT)
     assert cli("cache", "ls").stdout == ""
-    added = cli("cache", "add", "orle", model, "-f", str(tmp_path / "orle.txt"), "--raw")
+    added = cli("cache", "add", "orle", bundle, "-f", str(tmp_path / "orle.txt"), "--raw")
     assert "orle: " in added.stderr
-    assert cli("cache", "add", "short", model, "-p", SYSTEM).returncode == 0
+    assert cli("cache", "add", "short", bundle, "-p", SYSTEM).returncode == 0
     listed = cli("cache", "ls").stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["orle", "short"]
     greedy = ("--temp", "0", "-n", "8", "--stats")
-    plain = cli("run", model, "--raw", "-p", DOCUMENT + "Who built it?", *greedy)
-    cached = cli("run", model, "--cache", "orle", "-p", "Who built it?", *greedy)
+    plain = cli("run", bundle, "--raw", "-p", DOCUMENT + "Who built it?", *greedy)
+    cached = cli("run", bundle, "--cache", "orle", "-p", "Who built it?", *greedy)
     assert plain.returncode == cached.returncode == 0
     exact = library() is not None  # else other pieces of a prompt give other last bits
     assert cached.stdout == plain.stdout or not exact
     assert "(0 cached" in plain.stderr
     assert "(0 cached" not in cached.stderr
-    chatted = cli("run", model, "--cache", "short", "-p", "What is a list?", *greedy)
-    whole = cli("run", model, "-sys", SYSTEM, "What is a list?", *greedy)
+    chatted = cli("run", bundle, "--cache", "short", "-p", "What is a list?", *greedy)
+    whole = cli("run", bundle, "-sys", SYSTEM, "What is a list?", *greedy)
     assert chatted.returncode == whole.returncode == 0
     assert chatted.stdout == whole.stdout or not exact
     for wrong in (
-        ("run", model, "--cache", "none", "-p", "Hello"),
-        ("run", model, "--cache", "short", "--raw", "-p", "Hello"),
-        ("run", model, "--cache", "short", "--prefix", "a"),
-        ("run", model, "--cache", "short", "-sys", "You", "-p", "Hello"),
-        ("cache", "add", "orle", model),
+        ("run", bundle, "--cache", "none", "-p", "Hello"),
+        ("run", bundle, "--cache", "short", "--raw", "-p", "Hello"),
+        ("run", bundle, "--cache", "short", "--prefix", "a"),
+        ("run", bundle, "--cache", "short", "-sys", "You", "-p", "Hello"),
+        ("cache", "add", "orle", bundle),
         ("cache", "rm", "none"),
     ):
         assert cli(*wrong).returncode == 2

@@ -151,7 +151,7 @@ def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
         cancel.set()
 
     with llm.session() as session:
-        session.append([11, *llm.engine.tokenizer.encode(TEXT * 8)])
+        session.append([11, *llm.engine.tokenizer.encode(TEXT * 6)])
         found = session.generate(options=GREEDY, cancel=cancel, progress=progress)
         assert found.finish_reason == "cancelled"
         assert found.tokens == ()

@@ -49,7 +49,7 @@ def test_another_owner_has_a_place_at_once_and_soon_as_many() -> None:
 def test_several_answers_to_each_prompt_keep_no_other_prompt_out() -> None:
     """Without keys: all are of one owner. The other would wait for some of 80 answers to end."""
     llm = start(512, blocks=900)
-    many = [answer for i in range(5) for answer in ask(llm, tokens(i, 20), n=16, max_tokens=160)]
+    many = [answer for i in range(5) for answer in ask(llm, tokens(i, 20), n=16, max_tokens=60)]
     while len(running(llm)) < PLACES:
         step(llm, many)
     (other,) = ask(llm, tokens(99, 200), max_tokens=30)

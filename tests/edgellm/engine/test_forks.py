@@ -87,7 +87,7 @@ def test_one_after_the_other_all_answers_to_a_prompt_come_before_the_next_prompt
 @pytest.mark.parametrize("scheduling", SCHEDULING)
 def test_they_are_the_same_answers_in_a_small_cache(folder: str, scheduling: Any) -> None:
     """A model's: those that give back their blocks are computed again, to the same bits."""
-    options: dict[str, Any] = {"max_tokens": 50, "ignore_eos": True, "seed": 5}
+    options: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "seed": 5}
     prompts = [tokens(i, 150 + 40 * i) for i in range(3)]
     large = load(folder, ctx_size=CTX, cache_size=32 * BLOCK)
     expected = [large.generate(each, n=3, **options) for each in prompts]

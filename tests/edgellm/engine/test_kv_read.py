@@ -116,7 +116,7 @@ def test_drafts(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> None:
     """Before and behind the place from which on they choose."""
-    options = {**ANSWER, "max_tokens": 400}
+    options = {**ANSWER, "max_tokens": 300}
     calls = [([i, *TOKENS[: 250 + 60 * (i % 2)]], options) for i in range(4)]
     small = start(bundle, cache_size=1024, scheduling=scheduling)
     found = together(small, calls)
@@ -127,13 +127,13 @@ def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> No
 
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_a_context_that_shifts_is_computed_again(bundle: str, scheduling: str) -> None:
-    options = {**ANSWER, "max_tokens": 960, "context_policy": "shift", "speculate": False}
-    expected = start(bundle).generate(TOKENS[:300], **options)
+    options = {**ANSWER, "max_tokens": 400, "context_policy": "shift", "speculate": False}
+    expected = start(bundle).generate(TOKENS, **options)
     assert expected.stats.dropped_tokens > 0
-    assert len(expected.tokens) == 960
+    assert len(expected.tokens) == 400
     llm = start(bundle, cache_size=4096, scheduling=scheduling)
     set_costs(llm, 1e-3)  # few rows in a step
-    found, _ = together(llm, [(TOKENS[:300], options), ([9, *TOKENS[:40]], options)])
+    found, _ = together(llm, [(TOKENS, options), ([9, *TOKENS[:40]], options)])
     same(found, expected)
 
 

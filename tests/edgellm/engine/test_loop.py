@@ -49,7 +49,7 @@ REQUESTS: list[Call] = [
 SHIFT: dict[str, Any] = {"context_policy": "shift", "keep": 9}
 # Short prompts and long answers: what was admitted does not fit any more.
 GROWING: list[Call] = [
-    (prompt(i, 100), {"seed": i, "max_tokens": 160, "ignore_eos": True}) for i in range(6)
+    (prompt(i, 100), {"seed": i, "max_tokens": 60, "ignore_eos": True}) for i in range(6)
 ]
 
 
@@ -188,7 +188,7 @@ def test_preempted_where_computing_again_gives_other_bits(
 def test_answers_in_a_full_context_are_as_alone(native: LLM, blocks: int) -> None:
     """Contexts that shift, which cannot be computed again, give their places to each other."""
     requests = [
-        (prompt(i, 100), {"seed": i, "max_tokens": 180, "ignore_eos": True, **SHIFT})
+        (prompt(i, 120), {"seed": i, "max_tokens": 150, "ignore_eos": True, **SHIFT})
         for i in range(4)
     ]
     options: dict[str, Any] = {"ctx_size": 2 * BLOCK}

@@ -89,7 +89,7 @@ def test_prefixes_forks_rewinds_and_files(
 
 
 def test_answers_that_give_their_blocks_away(bundle: str) -> None:
-    options = {**ANSWER, "max_tokens": 150}
+    options = {**ANSWER, "max_tokens": 120}
     calls = [([i, *TOKENS[: DENSE_POSITIONS + 20 + 90 * i]], options) for i in range(2)]
     found = together(start(bundle, cache_size=8448), calls)
     assert sum(answer.stats.preempted for answer in found) > 0

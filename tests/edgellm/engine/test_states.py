@@ -82,13 +82,13 @@ def test_answers_in_small_caches(
 @pytest.mark.parametrize("exact", [True, False])
 def test_preempted_answers_go_on_from_the_same_state(exact: bool) -> None:
     llm = start(CTX, blocks=5, states=True, exact=exact)
-    (long,) = ask(llm, tokens(0, 200), max_tokens=250)
+    (long,) = ask(llm, tokens(0, 200), max_tokens=100)
     step(llm, [long])
-    requests = [long, *ask(llm, tokens(1, 200), n=3, max_tokens=100)]
+    requests = [long, *ask(llm, tokens(1, 200), n=3, max_tokens=70)]
     finish(llm, requests)
     assert any(request.stats().preempted for request in requests)
     texts = [request.context.tokens for request in requests]
-    assert texts == [answer(tokens(0, 200), 250), *[answer(tokens(1, 200), 100)] * 3]
+    assert texts == [answer(tokens(0, 200), 100), *[answer(tokens(1, 200), 70)] * 3]
 
 
 def test_a_later_prompt_begins_at_the_end_of_a_full_block() -> None:

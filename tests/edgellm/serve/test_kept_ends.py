@@ -32,26 +32,26 @@ def copied(llm: LLM, ends: KeptEnds, tokens: list[int], *, cache_reuse: int = 32
     return count
 
 
-def test_a_prompt_that_was_never_computed_gives_its_place_to_the_next(llm: LLM) -> None:
+def test_a_prompt_that_was_never_computed_gives_its_place_to_the_next(tiny: LLM) -> None:
     ends = KeptEnds()
-    assert copied(llm, ends, TEXT) == 0
+    assert copied(tiny, ends, TEXT) == 0
     second, third = [5, *TEXT], [6, 6, *TEXT]  # the client of the first one was gone
-    assert copied(llm, ends, second) == 0
-    llm.generate(second, temperature=0, max_tokens=1)
-    assert copied(llm, ends, third) >= len(third) - 128
-    assert copied(llm, ends, [7, *TEXT], cache_reuse=0) == 0
-    assert copied(llm, ends, [7, *TEXT], cache_reuse=len(TEXT) + 1) == 0
-    assert used_blocks(llm) == 0
+    assert copied(tiny, ends, second) == 0
+    tiny.generate(second, temperature=0, max_tokens=1)
+    assert copied(tiny, ends, third) >= len(third) - 128
+    assert copied(tiny, ends, [7, *TEXT], cache_reuse=0) == 0
+    assert copied(tiny, ends, [7, *TEXT], cache_reuse=len(TEXT) + 1) == 0
+    assert used_blocks(tiny) == 0
 
 
-def test_prompts_of_several_files_are_remembered(llm: LLM) -> None:
+def test_prompts_of_several_files_are_remembered(tiny: LLM) -> None:
     ends = KeptEnds()
     files = [np.random.default_rng(i).integers(4, 320, 300).tolist() for i in range(5)]
     for file in files:
-        assert copied(llm, ends, file) == 0
-        llm.generate(file, temperature=0, max_tokens=1)
+        assert copied(tiny, ends, file) == 0
+        tiny.generate(file, temperature=0, max_tokens=1)
     for _ in range(2):
         for file in files[1:]:
-            assert copied(llm, ends, [5, 6, *file]) >= len(file) - 128
-    assert copied(llm, ends, [5, 6, *files[0]]) == 0  # four are
-    assert used_blocks(llm) == 0
+            assert copied(tiny, ends, [5, 6, *file]) >= len(file) - 128
+    assert copied(tiny, ends, [5, 6, *files[0]]) == 0  # four are
+    assert used_blocks(tiny) == 0

@@ -147,8 +147,8 @@ def test_thirty_together_are_as_alone(fim_server: Running, small: Running) -> No
 
 def test_streams_together_are_as_answers_alone(fim_server: Running, small: Running) -> None:
     asked = [
-        openai_text(words(50 + i, 100 + 4 * i), 40, {"seed": i, "temperature": 0.7 * (i % 2)})
-        for i in range(6)
+        openai_text(words(50 + i, 100 + 4 * i), 30, {"seed": i, "temperature": 0.7 * (i % 2)})
+        for i in range(4)
     ]
     expected = [
         {
@@ -158,8 +158,8 @@ def test_streams_together_are_as_answers_alone(fim_server: Running, small: Runni
         for each in asked
     ]
     before = preemptions(small)
-    with ThreadPoolExecutor(6) as threads:
-        with inspection.all_submitted(small.llm, 6):
+    with ThreadPoolExecutor(4) as threads:
+        with inspection.all_submitted(small.llm, 4):
             replies = [threads.submit(streamed, small, each) for each in asked]
         assert inspection.results(replies) == expected
     assert preemptions(small) > before
