@@ -18,7 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +115,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    slow = any(item.get_closest_marker("slow") for item in session.items)
-    if _INTERPRETER in sys.modules or slow:
-        quicken_interpreter(overflows=slow)
+    if _INTERPRETER in sys.modules or any(x.get_closest_marker("slow") for x in session.items):
+        quicken_interpreter()
 
 
-def quicken_interpreter(*, overflows: bool) -> None:
+def quicken_interpreter() -> None:
     """Have Triton's interpreter look once for what it patches in Triton's language.
 
     It looks again at each call of a device function, for a third of its time.
-
-    Args:
-        overflows: whether sums and products of integers are checked, for half of its time.
     """
     names = dict[object, list[str]]()
 
@@ -142,8 +138,6 @@ def quicken_interpreter(*, overflows: bool) -> None:
     with suppress(ImportError):
         interpreter = importlib.import_module(_INTERPRETER)
         interpreter._patch_builtin = patch
-        builder = interpreter.interpreter_builder
-        builder.options = replace(builder.options, sanitize_overflow=overflows)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -171,6 +165,10 @@ def small_heap() -> None:
     """What is imported or kept before, out of garbage collection: a whole one takes 0.4 s."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extensions speak of leaks at the end
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -96,6 +96,8 @@ def test_they_are_the_same_answers_in_a_small_cache(folder: str, scheduling: Any
         with all_submitted(small, 3):
             futures = [pool.submit(small.generate, each, n=3, **options) for each in prompts]
         found = results(futures)
+    preempted = any(answer.stats.preempted for answers in found for answer in answers)
+    assert preempted == (scheduling != "serial")
     assert [[a.tokens for a in answers] for answers in found] == [
         [a.tokens for a in answers] for answers in expected
     ]

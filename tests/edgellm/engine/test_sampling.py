@@ -9,7 +9,7 @@ from edgellm import GenerationOptions, NumericError, OptionError
 from edgellm.engine.samplers import apply_penalties, keep_min_p, keep_top_p, softmax
 from edgellm.engine.sampling import Sampler, best_needed, log_softmax
 from edgellm.kernels.sampling import MOST_CANDIDATES
-from edgellm.llm import LLM, load
+from edgellm.llm import load
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
 
@@ -225,10 +225,10 @@ def test_when_all_are_needed(changes: dict) -> None:
     assert not best_needed(GenerationOptions(**changes), ends=1)
 
 
-def test_defaults_of_the_default_model(chosen_llm: LLM, tiny_model: Path) -> None:
-    tried = chosen_llm.generation_options()
+def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
+    tried = load().generation_options()
     assert (tried.temperature, tried.top_p, tried.repeat_penalty) == (0.2, 0.9, 1.1)
-    assert chosen_llm.generation_options(temperature=0.5).repeat_penalty == 1.1
+    assert load().generation_options(temperature=0.5).repeat_penalty == 1.1
     # greedy is plain, and other files have llama.cpp's
-    assert chosen_llm.generation_options(temperature=0) == GenerationOptions(temperature=0)
-    assert load(str(tiny_model)).generation_options() == GenerationOptions()
+    assert load().generation_options(temperature=0) == GenerationOptions(temperature=0)
+    assert load(str(smollm2_gguf)).generation_options() == GenerationOptions()

@@ -338,7 +338,7 @@ REFUSED = [
 
 def test_refused_requests_whose_bodies_never_end(serving: Callable[..., Running]) -> None:
     """What comes behind the answer does not hold the connection."""
-    server = serving(api_keys=("secret",), read_timeout_s=1)
+    server = serving(api_keys=("secret",), read_timeout_s=3)
     with contextlib.ExitStack() as stack:
         connections = []
         for method, path, headers, status in REFUSED:
