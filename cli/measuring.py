@@ -124,7 +124,7 @@ def _show_memory(llm: LLM) -> None:
     )
     options, spilled = engine.options, engine.memory.spilled
     click.echo(
-        f"KV cache: {engine.memory.kv_cache / 1e6:.1f} MB when full, {options.kv_format}; contexts "
+        f"KV cache: {engine.memory.kv_cache / 1e6:.1f} MB when full, {options.kv_text}; contexts "
         f"of {engine.ctx_size} tokens"
         + (f", {options.kv_budget} of them kept" if options.kv_budget else "")
         + (f"; a token of an answer reads {options.kv_read} at most" if options.kv_read else "")

@@ -142,6 +142,12 @@ _LOADING = (
         "k4v2 three fifths (C++, or Triton by name).",
     ),
     _ENGINE(
+        "kv_bits",
+        "Bits of a number in packed blocks on average, such as 4.25: each layer gets k8v4, k4v4 or "
+        "k4v2 by what it loses, which is measured once (C++ kernels alone).",
+        metavar="N",
+    ),
+    _ENGINE(
         "kv_read",
         "With k4v4 and k4v2: tokens that each token of an answer reads at most, those of its "
         "context that matter most to it (C++ kernels alone); prompts read all.  [default: all]",

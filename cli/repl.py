@@ -241,7 +241,7 @@ class _Repl:
             f"prefill  {llm.prefill}\n"
             f"decode   {llm.decode}\n"
             f"context  {len(self._chat.tokens)} of {llm.ctx_size} tokens, KV cache "
-            f"{llm.options.kv_format}\n"
+            f"{llm.options.kv_text}\n"
             + "\n".join(f"{name:18} {v}" for name, v in asdict(self._chat.options).items()),
             err=True,
         )

@@ -48,6 +48,7 @@ from edgellm.generation_options import (
     GenerationOptions,
     chosen_options,
 )
+from edgellm.measure.kv_bits import with_layer_formats
 from edgellm.named_prefix import Kind, keep_prefix, open_prefix
 from edgellm.options import POOLING, EngineArguments, EngineOptions, Pooling
 from edgellm.outline import Outlining
@@ -140,19 +141,18 @@ def load(
     faster = None if adapters else faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    draft = prepare_draft(bundle, chosen, progress=progress)
+    chosen = with_layer_formats(bundle, chosen, progress=progress)
     engine = Engine(
         bundle,
         chosen,
-        draft=draft,
+        draft=prepare_draft(bundle, chosen, progress=progress),
         adapters=adapter_bytes(adapters),
         tails_only=faster is None,
         why_cpu=why_cpu,
         progress=progress,
     )
-    if system is None and name in KNOWN:
-        system = KNOWN[name].system
-    llm = LLM(engine, system=system)
+    known = KNOWN[name].system if name in KNOWN else None
+    llm = LLM(engine, system=known if system is None else system)
     for key, source in (adapters or {}).items():
         path, scale = source if isinstance(source, tuple) else (source, 1.0)
         llm.load_adapter(key, path, scale=scale)

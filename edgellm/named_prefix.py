@@ -73,7 +73,7 @@ def open_prefix(
         of = "" if adapter is None else f" and the adapter {adapter!r}"
         raise OptionError(
             f"no prefix {name!r} is kept for {_model(engine)} with a KV cache in "
-            f"{engine.options.kv_format}{of}; kept for this model are: "
+            f"{engine.options.kv_text}{of}; kept for this model are: "
             f"{', '.join(kept) or 'none'}. `edgellm cache add` keeps one"
         )
     try:
@@ -112,7 +112,7 @@ def keep_prefix(
         raise OptionError("a prefix has a name and a text; one of them is empty")
     tokens = _tokens(engine, text, kind)
     check_number("keep", keep, 0, 1)
-    format = engine.options.kv_format
+    format = engine.options.kv_text
     about = NamedPrefix(name, _model(engine), format, kind, text, len(tokens), keep)
     if _read(_folder(engine, name, adapter)) == about:
         return open_prefix(engine, name, adapter=adapter)[1]

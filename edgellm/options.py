@@ -28,7 +28,10 @@ from edgellm.kernels.kv_blocks import (
     MASS_FORMAT,
     ROW_FORMATS,
     SEALED,
-    KVFormat,
+    KVFormats,
+    format_text,
+    formats_of,
+    seals,
 )
 from edgellm.kernels.sealed_blocks import CHOSEN_FORMATS, LEAST_READ, MOST_READ
 
@@ -67,7 +70,8 @@ class EngineArguments(TypedDict, total=False):
     precision: str | None
     decode: str
     prefill: str
-    kv_format: KVFormat
+    kv_format: KVFormats
+    kv_bits: float | None
     kv_read: int | None
     kv_budget: int | None
     kv_policy: KVPolicy
@@ -113,7 +117,12 @@ class EngineOptions:
         kv_format: format of K and V in the KV cache. k8v4, k4v4 and k4v2 pack blocks of 128 tokens
             once two later ones have begun; layers with windows or latents have int8 beside them.
             Native kernels have them, and Triton's where `decode` or `prefill` names these. What
-            stays of a context that shifts is computed again.
+            stays of a context that shifts is computed again. Or a tuple of the packed format of
+            each layer that attends to all positions.
+        kv_bits: bits of a number in packed blocks, such as 4.25, on average with the scales: each
+            layer gets k8v4, k4v4 or k4v2, the more bits the more it loses without them. Losses
+            are measured when they are first needed, for some minutes, and kept with the model.
+            Native kernels alone; `kv_format` is left out then. None: as `kv_format` says.
         kv_read: with k4v4 and k4v2 and the native kernels, tokens that each token of an answer
             reads at most of its context, in whole blocks: the first, the last two, and the packed
             ones that matter most to it, in each layer but the first two; behind 8,576 tokens, of
@@ -182,7 +191,8 @@ class EngineOptions:
     precision: str | None = None
     decode: str = AUTO
     prefill: str = AUTO
-    kv_format: KVFormat = "int8"
+    kv_format: KVFormats = "int8"
+    kv_bits: float | None = None
     kv_read: int | None = None
     kv_budget: int | None = None
     kv_policy: KVPolicy = "sinks"
@@ -228,26 +238,38 @@ class EngineOptions:
         self._check_precision()
 
     def _check_values(self) -> None:
-        check_choice("kv_format", self.kv_format, KV_FORMATS)
+        formats = formats_of(self.kv_format)
+        for format in formats:
+            several = isinstance(self.kv_format, tuple)
+            check_choice("kv_format", format, SEALED if several else KV_FORMATS)
+        packs = seals(self.kv_format) or self.kv_bits is not None
+        if self.kv_bits is not None:
+            check_number("kv_bits", self.kv_bits, 1, 16)
+            if self.kv_format != "int8":
+                raise OptionError(
+                    f"`kv_bits` is {self.kv_bits} and `kv_format` {self.kv_text!r}: bits choose "
+                    "the formats; leave out one of the two"
+                )
         if self.kv_read is not None:
             check_number("kv_read", self.kv_read, LEAST_READ, MOST_READ, whole=True)
-            if self.kv_format not in CHOSEN_FORMATS:
+            if self.kv_bits is None and not set(formats) <= {*CHOSEN_FORMATS}:
                 raise OptionError(
-                    f"`kv_read` is {self.kv_read} and `kv_format` {self.kv_format!r}: blocks that "
+                    f"`kv_read` is {self.kv_read} and `kv_format` {self.kv_text!r}: blocks that "
                     f"matter are told by {' and '.join(CHOSEN_FORMATS)} alone; take one of them, "
                     "or leave out `kv_read`"
                 )
         check_choice("kv_policy", self.kv_policy, KV_POLICIES)
         if self.kv_budget is not None:
             check_number("kv_budget", self.kv_budget, LEAST_BUDGET, whole=True)
-            if self.kv_format in SEALED:
+            if packs:
                 raise OptionError(
-                    f"`kv_budget` is {self.kv_budget} and `kv_format` {self.kv_format!r}: what is "
-                    f"packed is not forgotten; take one of {', '.join(ROW_FORMATS)}"
+                    f"`kv_budget` is {self.kv_budget}, `kv_format` {self.kv_text!r} and `kv_bits` "
+                    f"{self.kv_bits}: what is packed is not forgotten; take one of "
+                    f"{', '.join(ROW_FORMATS)}, and no `kv_bits`"
                 )
         if self.kv_spill is not None:
             check_path("kv_spill", self.kv_spill)
-            if self.kv_format not in SEALED:
+            if not packs:
                 raise OptionError(
                     f"`kv_spill` is {str(self.kv_spill)!r} and `kv_format` {self.kv_format!r}: "
                     f"packed blocks alone lie in a file; take one of {', '.join(SEALED)}, or leave "
@@ -255,12 +277,12 @@ class EngineOptions:
                 )
         if self.prefill_mass is not None:
             check_number("prefill_mass", self.prefill_mass, LEAST_MASS, 1)
-            if self.kv_format != MASS_FORMAT or self.kv_budget is not None:
+            if packs or self.kv_format != MASS_FORMAT or self.kv_budget is not None:
                 raise OptionError(
-                    f"`prefill_mass` is {self.prefill_mass}, `kv_format` {self.kv_format!r} and "
-                    f"`kv_budget` {self.kv_budget}: blocks tell their share of the attention in "
-                    f"{MASS_FORMAT} alone, where none is left out; take that without `kv_budget`, "
-                    "or leave out `prefill_mass`"
+                    f"`prefill_mass` is {self.prefill_mass}, `kv_format` {self.kv_text!r}, "
+                    f"`kv_bits` {self.kv_bits} and `kv_budget` {self.kv_budget}: blocks tell their "
+                    f"share of the attention in {MASS_FORMAT} alone, where none is left out; take "
+                    "that without the two, or leave out `prefill_mass`"
                 )
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)
@@ -293,6 +315,11 @@ class EngineOptions:
             raise OptionError(
                 f"`provider_options` is {self.provider_options!r}; a dict of texts is expected"
             )
+
+    @property
+    def kv_text(self) -> str:
+        """Name of the KV format; of several, how many layers have each."""
+        return format_text(self.kv_format)
 
     @property
     def eviction(self) -> EvictionPolicy | None:

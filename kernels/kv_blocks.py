@@ -68,6 +68,8 @@ SEALINGS: dict[KVFormat, Sealing] = {
 }
 SEALED = tuple(SEALINGS)
 ROW_FORMATS = tuple(name for name in KV_FORMATS if name not in SEALED)
+# A format, or the one of each layer that attends to all positions, which all seal blocks.
+KVFormats = KVFormat | tuple[KVFormat, ...]
 # Formats whose rows have scales, and the type of the numbers of each.
 SCALED: tuple[KVFormat, ...] = ("int8", *SEALED)
 DTYPES = {name: np.dtype({"f16": "f2", "f32": "f4"}.get(name, "i1")) for name in KV_FORMATS}
@@ -78,6 +80,21 @@ MASS_FORMAT, DENSE_POSITIONS, LEAST_MASS = "int8", 4096, 0.01
 LAYOUT_VERSION = 4
 
 BlockTable = Sequence[int]
+
+
+def seals(format: KVFormats) -> bool:
+    return isinstance(format, tuple) or format in SEALED
+
+
+def formats_of(format: KVFormats) -> tuple[KVFormat, ...]:
+    return format if isinstance(format, tuple) else (format,)
+
+
+def format_text(format: KVFormats) -> str:
+    """Return the name of a format; of several, how many layers have each."""
+    if not isinstance(format, tuple):
+        return format
+    return ", ".join(f"{name} in {format.count(name)}" for name in SEALED if name in format)
 
 
 def first_dense(start: int, end: int) -> int:
@@ -278,10 +295,12 @@ class KVView:
     """Blocks of one sequence in a pool.
 
     Positions before the window of every layer are never read, and may have any block in `table`.
+    `sealed` has the ids of its sealed blocks, where blocks are sealed.
     """
 
     blocks: KVBlocks
     table: BlockTable
+    sealed: BlockTable = ()
 
 
 def allocate(

@@ -197,7 +197,7 @@ def test_dialects_do_without_each_other() -> None:
 def test_the_runtime_does_without_the_exporter() -> None:
     wrong = []
     for path in python_files("edgellm"):
-        alone = path.name in ("doctor.py", "prepare.py", "quality.py")
+        alone = path.name in ("doctor.py", "kv_bits.py", "prepare.py", "quality.py")
         exports = path.parent.name == "export" or alone
         for line, module in imported_modules(path):
             if module.startswith("edgellm.export") and not exports:

@@ -19,9 +19,11 @@ from edgellm.kernels import rope
 from edgellm.kernels.attention import attend
 from edgellm.kernels.kv_append import HeadNorms, append_rotated
 from edgellm.kernels.kv_blocks import KVView
+from edgellm.kernels.kv_seal import seal
 from edgellm.kernels.latent.native import append_latents
 from edgellm.kernels.native import library
 from edgellm.kernels.rope import RopeTable
+from edgellm.kernels.sealed_blocks import sealed_end
 
 Floats = NDArray[np.float32]
 
@@ -87,12 +89,16 @@ class HostAttention:
         attention = self.config.layers[layer].attention
         own = np.ascontiguousarray(qkv[:, : attention.qkv_size])
         q = self._append(layer, view, slot, start, own, threads=threads)
+        if view.blocks.sealed is not None:  # all of a text at once; blocks stay as rows beside it
+            numbers = range(1, sealed_end(start + len(qkv)))
+            seal(view.blocks, view.table, view.sealed, slot, numbers, threads=threads)
         attended = attend(
             view.blocks,
             view.table,
             slot,
             q,
             start,
+            sealed=view.sealed,
             window=attention.window,
             scale=attention.scale,
             softcap=attention.softcap,

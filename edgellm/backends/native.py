@@ -51,7 +51,7 @@ def open_model(parts: Parts) -> NativeModel:
             f"`prefill_mass` is {mass}, and the model has latents in place of K and V, whose "
             "blocks do not tell their share of the attention; leave it out"
         )
-    weights = open_packed_weights(parts.bundle)
+    weights = open_packed_weights(parts.bundle, [group.group for group in parts.cache.groups])
     pools = [group.blocks for group in parts.cache.groups]
     selection = parts.selection
     # with two devices, where the CPU plays the accelerator, the host has one core

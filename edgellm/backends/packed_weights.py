@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgellm.backends.host_attention import head_norms
-from edgellm.cache.groups import cache_groups, places, state_groups
+from edgellm.cache.groups import Group, cache_groups, places, state_groups
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.mtp import mtp_config, mtp_tensors
@@ -31,10 +31,14 @@ from edgellm.store.key_basis import is_head_norm, of_channels, open_head_norms, 
 from edgellm.store.manifest import PACKED, MtpEntry, PrecisionEntry, map_arrays
 
 
-def open_packed_weights(bundle: Bundle) -> Weights:
-    """Map the packed weights of a bundle; pages are read when they are used."""
+def open_packed_weights(bundle: Bundle, groups: SequenceOf[Group] | None = None) -> Weights:
+    """Map the packed weights of a bundle; pages are read when they are used.
+
+    Args:
+        groups: groups of the cache that has K, V and states of the layers; None: the model's own.
+    """
     config = bundle.config
-    mapped = _model(bundle)
+    mapped = _model(bundle, groups)
     norms = head_norms(config, open_head_norms(bundle.path, bundle.manifest.keys).__getitem__)
     embedding = mapped.weights("embedding")
     return Weights(
@@ -101,16 +105,22 @@ def open_mtp_weights(bundle: Bundle, entry: MtpEntry, *, tokens: int) -> MtpWeig
     )
 
 
-def open_assistant_weights(bundle: Bundle, target: Bundle, sources: SequenceOf[int]) -> MtpWeights:
+def open_assistant_weights(
+    bundle: Bundle,
+    target: Bundle,
+    sources: SequenceOf[int],
+    *,
+    at: SequenceOf[tuple[int, int]],
+) -> MtpWeights:
     """Map the weights of an assistant beside those of the model that it drafts for.
 
     Args:
         sources: layer of the model whose K and V each layer reads.
+        at: pool and place in it of each of the model's layers.
     """
     config, mapped = bundle.config, _model(bundle)
     norms = open_head_norms(bundle.path, bundle.manifest.keys)
     basis = open_key_basis(target.path, target.manifest.keys, target.config)
-    at = places(cache_groups(target.config))
 
     def layer(index: int, source: int) -> LayerWeights:
         attention = config.layers[index].attention
@@ -142,9 +152,9 @@ def open_assistant_weights(bundle: Bundle, target: Bundle, sources: SequenceOf[i
     )
 
 
-def _model(bundle: Bundle) -> _Mapped:
+def _model(bundle: Bundle, groups: SequenceOf[Group] | None = None) -> _Mapped:
     config = bundle.config
-    return _Mapped(bundle, config, bundle.precision(PACKED), model_tensors(config))
+    return _Mapped(bundle, config, bundle.precision(PACKED), model_tensors(config), groups)
 
 
 def _attention(mixer: Attention, parts: dict[str, Any]) -> dict[str, Any]:
@@ -247,12 +257,13 @@ class _Mapped:
         config: ModelConfig,
         entry: PrecisionEntry | MtpEntry,
         specs: Mapping[str, TensorSpec],
+        groups: SequenceOf[Group] | None = None,
     ) -> None:
         self.arrays: Mapping[str, NDArray[Any]] = map_arrays(bundle.path, entry.arrays)
         self._config = config
         self._kinds = entry.kinds
         self._specs = specs
-        groups = cache_groups(config)
+        groups = cache_groups(config) if groups is None else groups
         # layers that read K and V of another model have none of their own
         self._pools = [group for group, _ in places(groups)] or [0] * config.layer_count
         self._states = state_groups(groups)

@@ -24,7 +24,7 @@ from edgellm.cache.kv_cache import KVCache
 from edgellm.errors import OptionError, UnsupportedModelError
 from edgellm.graphs.config import ModelConfig
 from edgellm.kernels.gpu import device
-from edgellm.kernels.kv_blocks import ROW_FORMATS, SEALED
+from edgellm.kernels.kv_blocks import ROW_FORMATS, seals
 from edgellm.kernels.native import library
 from edgellm.kernels.rope import RopeTable
 from edgellm.options import PREFILL_PRECISIONS, EngineOptions, Scheduling
@@ -43,6 +43,7 @@ from edgellm.store.precision_support import require as require_support
 _HOST_PRECISIONS = {PORTABLE: "int4", REFERENCE: "f32", NATIVE: PACKED, TRITON: PACKED}
 # Options of the KV cache that the C++ kernels alone have, and what these do then.
 _NATIVE_ALONE = {
+    "kv_bits": "have a format for each layer",
     "kv_read": "choose the blocks to read",
     "kv_budget": "leave blocks out",
     "prefill_mass": "read a part of a prompt",
@@ -190,9 +191,10 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"provider other than {CUDA} as `prefill` and {NATIVE}, {PORTABLE} or {CHUNKED} as "
             "`decode`, or `scheduling` stall_free"
         )
-    if options.kv_format in SEALED and not {prefill, decode} <= set(STEPS):
+    kernels = {NATIVE} if isinstance(options.kv_format, tuple) else {*STEPS}
+    if seals(options.kv_format) and not {prefill, decode} <= kernels:
         raise OptionError(
-            f"`kv_format` is {options.kv_format!r}, `prefill` {prefill} and `decode` {decode}: the "
+            f"`kv_format` is {options.kv_text!r}, `prefill` {prefill} and `decode` {decode}: the "
             f"C++ and Triton kernels alone seal blocks; take {NATIVE} for both, or {TRITON}, or a "
             f"`kv_format` among {', '.join(ROW_FORMATS)}"
         )
@@ -233,7 +235,7 @@ def needs_native(options: EngineOptions) -> bool:
     sealed blocks, which Triton has on no GPU yet, and so only where it is named."""
     named = TRITON in (options.decode, options.prefill)
     alone = any(getattr(options, name) is not None for name in _NATIVE_ALONE)
-    return alone or (options.kv_format in SEALED and not named)
+    return alone or (seals(options.kv_format) and not named)
 
 
 def _native_for_cache(options: EngineOptions) -> EngineOptions:

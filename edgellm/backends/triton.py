@@ -147,7 +147,7 @@ def _check_fits(weights: Weights, cache: KVCache, device: str) -> None:
 
 def open_model(parts: Parts) -> TritonModel:
     """Open the model; see `TritonModel`."""
-    weights = open_packed_weights(parts.bundle)
+    weights = open_packed_weights(parts.bundle, [group.group for group in parts.cache.groups])
     model = TritonModel(weights, parts.ropes, parts.cache, device=gpu_device.require())
     forget_pages(weights.embedding.data)  # the file that all were copied from
     return model

@@ -4,7 +4,8 @@ Layers that see the same positions form a group with a pool of its own, and a se
 table per group. Blocks before the window of a group are given back, as in vLLM's hybrid KV cache
 manager. A block holds K and V of its group's layers alone. Formats that seal blocks make two groups
 of one whose layers see all positions: of the rows that are written, with the first block and the
-last ones, and of the sealed blocks between them; other groups have int8 beside them. With a budget,
+last ones, and of the sealed blocks between them; other groups have int8 beside them. Layers that
+seal blocks in formats of their own form a group for each format. With a budget,
 a group of layers that see all positions has an eviction policy (`eviction.py`). Layers that keep a
 state of fixed size form a group as well, whose blocks are snapshots of the states at the ends of
 some full blocks.
@@ -12,15 +13,27 @@ some full blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgellm.cache.eviction import BUDGET_ROWS, EvictionPolicy
+from edgellm.checks import check_choice
 from edgellm.errors import OptionError
 from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.layer_config import Attention
-from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVBlocks, KVFormat, SealedBlocks, block_bytes
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+    KV_FORMATS,
+    KVBlocks,
+    KVFormat,
+    KVFormats,
+    SealedBlocks,
+    block_bytes,
+    format_text,
+    formats_of,
+    seals,
+)
 from edgellm.kernels.sealed_blocks import (
     Shortlists,
     allocate_shortlists,
@@ -190,7 +203,7 @@ def cache_groups(config: ModelConfig) -> tuple[Group, ...]:
 
 
 def stored_groups(
-    groups: Sequence[Group], format: KVFormat, policy: EvictionPolicy | None = None
+    groups: Sequence[Group], format: KVFormats, policy: EvictionPolicy | None = None
 ) -> list[Group]:
     """Return the groups whose pools a cache of a format has: those of sealed blocks come last.
 
@@ -198,32 +211,84 @@ def stored_groups(
         policy: eviction policy of layers that see all positions.
 
     Raises:
-        OptionError: the format cannot hold the rows of a group, or seals the blocks of none.
+        OptionError: there is no such format, it cannot hold the rows of a group or seals the blocks
+            of none, or there are not as many formats as layers that seal.
     """
+    for name in formats_of(format):
+        check_choice("kv_format", name, KV_FORMATS)
     attending = [group for group in groups if isinstance(group, CacheGroup)]
-    sealing = [g for g in attending if format in SEALED and g.window is None and not g.latent]
-    if format in SEALED and attending and not sealing:
+    sealing = [g for g in attending if seals(format) and g.window is None and not g.latent]
+    text = format_text(format)
+    if seals(format) and attending and not sealing:
         raise OptionError(
-            f"`kv_format` is {format!r}: this model has sliding windows or latents in all layers "
-            f"that attend, and {format} seals blocks of attention to all positions; take int8"
+            f"`kv_format` is {text!r}: this model has sliding windows or latents in all layers "
+            "that attend, and blocks are sealed of attention to all positions; take int8"
         )
     uneven = sorted({g.head_dim for g in sealing if g.head_dim % 8})
     if uneven:
         raise OptionError(
-            f"`kv_format` is {format!r}: this model's head_dim is {uneven[0]}, and {format} takes "
-            "multiples of 8; int8 takes any"
+            f"`kv_format` is {text!r}: this model's head_dim is {uneven[0]}, and sealed blocks "
+            "take multiples of 8; int8 takes any"
         )
+    formats = _formats_of_layers(sealing, format)
 
-    def stored(group: Group) -> Group:
+    def stored(group: Group) -> list[Group]:
         if not isinstance(group, CacheGroup):
-            return group
+            return [group]
         if group in sealing:
-            return replace(group, part="hot", format=format)
-        kept = replace(group, format="int8" if sealing else format)
-        return replace(kept, policy=policy) if kept.keeps_all else kept
+            return [*_parts(group, formats)]
+        kept = replace(group, format="int8" if sealing or isinstance(format, tuple) else format)
+        return [replace(kept, policy=policy) if kept.keeps_all else kept]
 
-    sealed = [replace(group, part="sealed", format=format) for group in sealing]
-    return [*map(stored, groups), *sealed]
+    rows = [part for group in groups for part in stored(group)]
+    hot = [each for each in rows if isinstance(each, CacheGroup) and each.part == "hot"]
+    return [*rows, *(replace(group, part="sealed") for group in hot)]
+
+
+def of_other_layers(format: KVFormats) -> KVFormat:
+    """Return the format of K and V of layers that draft, for which none was chosen."""
+    return "k4v4" if isinstance(format, tuple) else format
+
+
+def sealing_layers(config: ModelConfig) -> list[int]:
+    """Return the layers whose blocks are sealed in formats that do."""
+    groups = (group for group in cache_groups(config) if isinstance(group, CacheGroup))
+    return sorted(i for g in groups if g.window is None and not g.latent for i in g.layers)
+
+
+def layer_bits(config: ModelConfig, format: KVFormat) -> list[float]:
+    """Return the bits of a number of K or V in sealed blocks with their scales, of each layer that
+    seals.
+
+    Raises:
+        OptionError: see `stored_groups`.
+    """
+    bits = dict[int, float]()
+    for group in stored_groups(cache_groups(config), format):
+        if isinstance(group, CacheGroup) and group.part == "sealed":
+            numbers = 2 * BLOCK * group.kv_heads * group.head_dim * len(group.layers)
+            bits |= dict.fromkeys(group.layers, 8 * _block_bytes(group) / numbers)
+    return [bits[layer] for layer in sorted(bits)]
+
+
+def _formats_of_layers(sealing: Sequence[CacheGroup], format: KVFormats) -> dict[int, KVFormat]:
+    layers = sorted(layer for group in sealing for layer in group.layers)
+    if not isinstance(format, tuple):
+        return dict.fromkeys(layers, format)
+    if sealing and len(format) != len(layers):
+        raise OptionError(
+            f"`kv_format` has {len(format)} formats; this model has {len(layers)} layers that "
+            "attend to all positions"
+        )
+    return dict(zip(layers, format, strict=False))
+
+
+def _parts(group: CacheGroup, formats: Mapping[int, KVFormat]) -> Iterator[CacheGroup]:
+    """Iterate over the groups of rows that a group is stored in, one for each format."""
+    for format in dict.fromkeys(formats[layer] for layer in group.layers):
+        layers = tuple(layer for layer in group.layers if formats[layer] == format)
+        readers = tuple(pair for pair in group.readers if pair[1] in layers)
+        yield replace(group, layers=layers, readers=readers, part="hot", format=format)
 
 
 def snapshot_interval(size: int) -> int:
@@ -312,7 +377,7 @@ def resident_blocks(
 
 
 def context_blocks(
-    config: ModelConfig, ctx_size: int, *, format: KVFormat, policy: EvictionPolicy | None
+    config: ModelConfig, ctx_size: int, *, format: KVFormats, policy: EvictionPolicy | None
 ) -> int:
     """Return the blocks of each pool that sequences of `ctx_size` tokens need two at a time.
 
@@ -329,7 +394,7 @@ def context_blocks(
 def cache_bytes(
     config: ModelConfig,
     *,
-    format: KVFormat,
+    format: KVFormats,
     ctx_size: int,
     blocks: int,
     policy: EvictionPolicy | None = None,
@@ -344,7 +409,7 @@ def cache_bytes(
     return sum(count * _block_bytes(group) for group, count in zip(groups, resident, strict=True))
 
 
-def sealed_pool_bytes(config: ModelConfig, *, format: KVFormat, blocks: int) -> int:
+def sealed_pool_bytes(config: ModelConfig, *, format: KVFormats, blocks: int) -> int:
     """Return the part of `cache_bytes` that pools of sealed blocks have."""
     groups = stored_groups(cache_groups(config), format)
     sealed = (each for each in groups if isinstance(each, CacheGroup) and each.part == "sealed")
@@ -360,7 +425,7 @@ def _block_bytes(group: Group) -> int:
     return block_bytes(format=group.format, latent=group.latent, **sizes)
 
 
-def step_bytes(config: ModelConfig, tokens: int, *, format: KVFormat) -> int:
+def step_bytes(config: ModelConfig, tokens: int, *, format: KVFormats) -> int:
     """Return the bytes that a decode step behind `tokens` others reads, and writes of states."""
     read = 0
     for group in stored_groups(cache_groups(config), format):

@@ -37,15 +37,13 @@ from edgellm.cache.head_table import HeadTable
 from edgellm.cache.prefix_index import Match, PrefixIndex, Root
 from edgellm.cache.sequence import Sequence
 from edgellm.cache.spilled_pool import spilled_pool
-from edgellm.checks import check_choice
 from edgellm.errors import CacheFullError
 from edgellm.kernels.kv_blocks import (
     BLOCK,
-    KV_FORMATS,
-    SEALED,
-    KVFormat,
+    KVFormats,
     SealedBlocks,
     allocate,
+    seals,
 )
 from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.state_blocks import allocate_states
@@ -95,7 +93,7 @@ class KVCache:
 
     Args:
         groups: cache groups of the model, see `cache_groups`.
-        format: storage format of K and V.
+        format: storage format of K and V, or those of layers.
         ctx_size: maximum of tokens of one sequence.
         blocks: number of blocks in each pool, at least as many as one full sequence needs. In
             groups that do not keep all, only the blocks that full sequences of as many tokens need
@@ -129,7 +127,7 @@ class KVCache:
         self,
         groups: SequenceOf[Group],
         *,
-        format: KVFormat,
+        format: KVFormats,
         ctx_size: int,
         blocks: int,
         fingerprint: bytes,
@@ -140,7 +138,6 @@ class KVCache:
         defer: Callable[[Callable[[], None]], object] | None = None,
         spill: Path | None = None,
     ) -> None:
-        check_choice("kv_format", format, KV_FORMATS)
         groups = stored_groups(groups, format, policy)
         self.ctx_size = ctx_size
         self.format = format
@@ -164,7 +161,7 @@ class KVCache:
         self.has_states = any(isinstance(group, StateGroup) for group in groups)
         evicting = any(isinstance(group, CacheGroup) and group.policy for group in groups)
         self.policy = policy if evicting else None
-        fixed = self.has_states or format in SEALED or self.policy is not None
+        fixed = self.has_states or seals(format) or self.policy is not None
         self.rope_frequencies = None if fixed else rope_frequencies
         self.disk: BlockStore | None = None
         self._defer = defer

@@ -89,19 +89,17 @@ def read_session(
         raise SessionFileError(f"{path}: damaged or truncated; save the session again")
     end = 4 + int.from_bytes(body[:4], "little")
     saved = _header(path, bytes(body[4:end]))
-    if saved.kv_format not in KV_FORMATS:
-        raise SessionFileError(
-            f"{path}: its KV cache is {saved.kv_format}; allowed are {', '.join(KV_FORMATS)}. "
-            "Compute its text again"
-        )
     if saved.kv_format != kv_format:
+        how = f"load the model with `kv_format` {saved.kv_format}"
+        if saved.kv_format not in KV_FORMATS:
+            how = f"allowed are {', '.join(KV_FORMATS)}, or its `kv_bits`. Compute its text again"
         raise SessionFileError(
-            f"{path}: its KV cache is {saved.kv_format}, this one {kv_format}; load the model with "
-            f"`kv_format` {saved.kv_format}"
+            f"{path}: its KV cache is {saved.kv_format}, this one {kv_format}; {how}"
         )
     if saved.fingerprint != fingerprint:
         raise SessionFileError(
-            f"{path}: saved with {saved.model}; this is another model, or has another `kv_budget`"
+            f"{path}: saved with {saved.model}; this is another model, or has another `kv_budget` "
+            "or `kv_bits`"
         )
     if saved.adapter != adapter:
         name = f"the adapter {saved.adapter_name!r}" if saved.adapter else "no adapter"

@@ -31,7 +31,9 @@ from edgellm.errors import (
     UnsupportedModelError,
 )
 from edgellm.kernels.head_blocks import choose_rows, whole_blocks
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+)
 from edgellm.results import Condensed
 
 Shares = NDArray[np.float32]
@@ -63,7 +65,7 @@ def check_condensable(engine: Engine, tokens: list[int]) -> None:
         )
     if not any(group.group.condensable for group in engine.cache.groups):
         raise UnsupportedModelError(
-            f"{engine.bundle.manifest.name} with KV cache {options.kv_format}: a context is "
+            f"{engine.bundle.manifest.name} with KV cache {options.kv_text}: a context is "
             "condensed in layers that attend to all positions, without latents, and in a format "
             "that packs no blocks, such as int8"
         )

@@ -225,7 +225,7 @@ class Context:
         saved = SavedSession(
             model=engine.bundle.manifest.name,
             fingerprint=engine.fingerprint,
-            kv_format=engine.options.kv_format,
+            kv_format=engine.options.kv_text,
             tokens=tokens,
             computed=len(packed.tokens),
             shareable=packed.shareable,
@@ -258,7 +258,7 @@ class Context:
         saved, data = read_session(
             path,
             fingerprint=engine.fingerprint,
-            kv_format=engine.options.kv_format,
+            kv_format=engine.options.kv_text,
             adapter=digest_of(self.adapter),
         )
         try:

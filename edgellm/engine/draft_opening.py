@@ -10,7 +10,12 @@ from edgellm.backends.mtp import MtpModel
 from edgellm.backends.packed_weights import open_assistant_weights, open_mtp_weights
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
-from edgellm.cache.groups import DRAFT_STATES, cache_groups, pool_blocks
+from edgellm.cache.groups import (
+    DRAFT_STATES,
+    cache_groups,
+    of_other_layers,
+    pool_blocks,
+)
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.draft_policy import DraftSource
@@ -125,7 +130,7 @@ def open_assistant(target: LoadedModel, bundle: Bundle) -> MtpHead:
     ]
     model = MtpModel(
         compiled,
-        open_assistant_weights(bundle, target.bundle, sources),
+        open_assistant_weights(bundle, target.bundle, sources, at=target.cache.places),
         ropes,
         [group.blocks for group in target.cache.groups],
         threads=target.threads,
@@ -168,7 +173,7 @@ def open_mtp(target: LoadedModel) -> MtpHead | None:
     weights = open_mtp_weights(bundle, entry, tokens=_MTP_TOKENS)
     cache = KVCache(
         cache_groups(mtp_config(target.config)),
-        format=options.kv_format,
+        format=of_other_layers(options.kv_format),
         ctx_size=target.ctx_size,
         blocks=pool_blocks(target.ctx_size),
         policy=options.eviction,

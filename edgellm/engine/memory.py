@@ -16,6 +16,7 @@ from edgellm.cache.groups import (
     STEP_ROWS,
     cache_bytes,
     context_blocks,
+    of_other_layers,
     pool_blocks,
     sealed_pool_bytes,
 )
@@ -137,7 +138,7 @@ def estimate(
     if head:
         drafts += cache_bytes(
             mtp_config(config),
-            format=options.kv_format,
+            format=of_other_layers(options.kv_format),
             ctx_size=ctx_size,
             blocks=pool_blocks(ctx_size),
             policy=options.eviction,
@@ -222,7 +223,7 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
     return EngineOptions(
         decode=NATIVE,
         prefill=NATIVE,
-        kv_format=options.kv_format,
+        kv_format=of_other_layers(options.kv_format),
         kv_budget=options.kv_budget,
         kv_policy=options.kv_policy,
         kv_spill=options.kv_spill,

@@ -23,7 +23,9 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import WORKING, Wait, pieces
 from edgellm.engine.request import Request
 from edgellm.errors import CacheFullError, OptionError, UnsupportedModelError
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import (
+    BLOCK,
+)
 from edgellm.kernels.kv_shift import move
 from edgellm.results import Piece
 
@@ -80,7 +82,7 @@ def check_turnable(engine: Engine, adapter: LoadedAdapter | None) -> None:
         )
     if cache.rope_frequencies is None or not movable:
         raise UnsupportedModelError(
-            f"{engine.bundle.manifest.name} with KV cache {engine.options.kv_format}: K and V can "
+            f"{engine.bundle.manifest.name} with KV cache {engine.options.kv_text}: K and V can "
             "be copied to other positions only where all layers attend to all positions, keys "
             "have no norm behind RoPE, and there is neither `kv_budget` nor a format that seals "
             "blocks (k4v4 ...); take `recompute` 1, which copies nothing"

@@ -319,12 +319,7 @@ def float_hidden(
     Raises:
         ModelFormatError: a value is infinite or not a number.
     """
-    table = checkpoint.tensor("embedding").float32()
-    inputs = [{contract.X: table[np.asarray(window, np.int64)]} for window in windows]
-    del table
-    if checkpoint.config.layer_embedding is not None:
-        for values, rows in zip(inputs, layer_embeddings(checkpoint, windows), strict=True):
-            values[contract.LAYER_ROWS] = rows
+    inputs = first_inputs(checkpoint, windows)
     attention = WindowAttention.of(checkpoint, max(map(len, windows)))
     with closing(float_segments(checkpoint, threads=threads)) as segments:
         for index, run in enumerate(segments):
@@ -339,6 +334,18 @@ def float_hidden(
             "file is damaged, download it again"
         )
     return hidden
+
+
+def first_inputs(
+    checkpoint: Checkpoint, windows: Sequence[Sequence[int]]
+) -> list[dict[str, Floats]]:
+    """Look up the inputs of the first segment, for each window of token ids."""
+    table = checkpoint.tensor("embedding").float32()
+    inputs = [{contract.X: table[np.asarray(window, np.int64)]} for window in windows]
+    if checkpoint.config.layer_embedding is not None:
+        for values, rows in zip(inputs, layer_embeddings(checkpoint, windows), strict=True):
+            values[contract.LAYER_ROWS] = rows
+    return inputs
 
 
 def next_inputs(

@@ -17,8 +17,9 @@ from edgellm.graphs.layer_config import Attention, Mixer
 from edgellm.graphs.state_mixers import DeltaNet, Mamba2, ShortConv
 from edgellm.kernels.delta_net import DeltaRule
 from edgellm.kernels.delta_net import reference as delta_net
-from edgellm.kernels.kv_blocks import BLOCK, KVView, allocate
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVFormat, KVView, allocate
 from edgellm.kernels.mamba2 import reference as mamba2
+from edgellm.kernels.sealed_blocks import allocate_sealed
 from edgellm.kernels.short_conv import reference as short_conv
 
 Floats = NDArray[np.float32]
@@ -27,7 +28,8 @@ Mix = Callable[[Floats], Floats]
 
 
 class WindowAttention:
-    """Attention within one text of up to `window` tokens; K and V are not rounded.
+    """Attention within one text of up to `window` tokens; K and V are not rounded, but for formats
+    that seal blocks.
 
     Every text goes through a segment before the next one is opened, so that K and V are those of
     one layer and text alone.
@@ -36,6 +38,7 @@ class WindowAttention:
         attention: attention of a model whose layers all have K and V of their own.
         mixers: mixers of layers that keep a state.
         sources: layer whose K and V another one reads, by that one's index.
+        format: storage format of K and V.
     """
 
     def __init__(
@@ -44,26 +47,19 @@ class WindowAttention:
         window: int,
         mixers: Mapping[int, Mix] | None = None,
         sources: Mapping[int, int] | None = None,
+        format: KVFormat = "f32",
     ) -> None:
         self._attention, self._mixers, self._sources = attention, mixers or {}, sources or {}
         count = -(-window // BLOCK)
         self._views = {
-            sizes: KVView(
-                allocate(
-                    format="f32",
-                    blocks=count,
-                    layers=1,
-                    kv_heads=sizes[0],
-                    head_dim=sizes[1],
-                    latent=sizes[2],
-                ),
-                range(count),
-            )
+            sizes: _view(*sizes, blocks=count, format=format)
             for sizes in set(map(_sizes, attention.config.attentions.values()))
         }
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, window: int) -> WindowAttention:
+    def of(
+        cls, checkpoint: Checkpoint, window: int, *, format: KVFormat = "f32"
+    ) -> WindowAttention:
         """Make the attention of a checkpoint's layers, for texts of up to `window` tokens."""
         config = checkpoint.config
         norms = head_norms(config, lambda name: checkpoint.tensor(name).float32())
@@ -84,7 +80,7 @@ class WindowAttention:
             norms,
             lambda name: checkpoint.tensor(name).float32(),
         )
-        return cls(attention, window, mixers, readers)
+        return cls(attention, window, mixers, readers, format)
 
     def __call__(
         self, layer: int, qkv: Floats, others: Mapping[str, Floats] | None = None
@@ -116,6 +112,24 @@ class WindowAttention:
         return np.concatenate(
             [self._attention(layer, view, 0, 0, qkv), self._mixers[layer](rows)], axis=1
         )
+
+
+def _view(kv_heads: int, head_dim: int, latent: int, *, blocks: int, format: KVFormat) -> KVView:
+    """Allocate blocks of one layer and text; latents are not rounded."""
+    seals, sealed = format in SEALED and not latent, None
+    sizes = {"blocks": blocks, "layers": 1, "kv_heads": kv_heads, "head_dim": head_dim}
+    if seals:
+        sealed = allocate_sealed(format=format, **sizes)
+    rows = allocate(
+        format=format if seals else "f32",
+        blocks=blocks,
+        layers=1,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        latent=latent,
+        sealed=sealed,
+    )
+    return KVView(rows, range(blocks), range(blocks))
 
 
 def _sizes(attention: Attention) -> tuple[int, int, int]:

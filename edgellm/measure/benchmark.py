@@ -130,7 +130,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "prefill_precision": engine.prefill.precision,
         "decode": engine.decoder.name,
         "decode_precision": engine.decoder.precision,
-        "kv_format": engine.options.kv_format,
+        "kv_format": engine.options.kv_text,
         **{part: getattr(engine.options, part) for part in _PARTS},
         "ctx_size": engine.ctx_size,
         "peak_memory_bytes": peak_memory_bytes(),

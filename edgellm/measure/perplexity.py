@@ -82,7 +82,7 @@ def perplexity(
         window,
         through,
         precision_of(engine, through),
-        engine.options.kv_format,
+        engine.options.kv_text,
     )
 
 

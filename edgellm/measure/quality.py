@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,23 +41,29 @@ _PIECE = 8000
 
 
 def sample_text() -> str:
-    """Return prose and code in turn, some 200,000 characters; the text depends on Python's version.
+    """Return prose and code in turn, some 200,000 characters; see `manual_text`."""
+    return manual_text(_TOPICS, _MODULES, piece=_PIECE)
+
+
+def manual_text(topics: Sequence[str], modules: Sequence[ModuleType], *, piece: int) -> str:
+    """Return chapters of Python's manual and sources of its library in turn, `piece` characters of
+    each; the text depends on Python's version.
 
     Raises:
         OptionError: this Python came without its manual or without the sources of its library.
     """
     try:
-        from pydoc_data import topics  # large, and rarely needed
+        from pydoc_data.topics import topics as manual  # large, and rarely needed
 
-        prose = "\n\n".join(topics.topics[name] for name in _TOPICS)
-        code = "".join(map(inspect.getsource, _MODULES))
+        prose = "\n\n".join(manual[name] for name in topics)
+        code = "".join(map(inspect.getsource, modules))
     except (ImportError, KeyError, OSError):
         raise OptionError(
             "this Python came without the manual and sources that stand in for a text; give one"
         ) from None
-    count = min(len(prose), len(code)) // _PIECE
-    starts = range(0, count * _PIECE, _PIECE)
-    return "\n\n".join(text[i : i + _PIECE] for i in starts for text in (prose, code))
+    count = min(len(prose), len(code)) // piece
+    starts = range(0, count * piece, piece)
+    return "\n\n".join(text[i : i + piece] for i in starts for text in (prose, code))
 
 
 Floats = NDArray[np.float32]
@@ -220,6 +227,6 @@ def _result(
         window=window,
         through=through,
         precision=precision_of(engine, through),
-        kv_format=engine.options.kv_format,
+        kv_format=engine.options.kv_text,
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
     )

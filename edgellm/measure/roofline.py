@@ -20,7 +20,9 @@ from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.layer_config import Attention
 from edgellm.graphs.tensors import multiplied_parameters
 from edgellm.kernels.gpu.device import device_name, require
-from edgellm.kernels.kv_blocks import KVFormat
+from edgellm.kernels.kv_blocks import (
+    KVFormats,
+)
 from edgellm.kernels.linear import native as native_linear
 from edgellm.kernels.linear import pack_weight
 from edgellm.kernels.native import library
@@ -112,7 +114,7 @@ def measure_gpu() -> Machine:
     )
 
 
-def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormat) -> Work:
+def work_of(bundle: Bundle, tokens: int, *, precision: str, kv_format: KVFormats) -> Work:
     """Return the work of a prompt of `tokens`, and of a decode step behind it in a precision."""
     config = bundle.config
     cached = step_bytes(config, tokens, format=kv_format)

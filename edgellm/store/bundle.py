@@ -40,6 +40,8 @@ from edgellm.store.manifest import (
 _CHECKED = ".checked.json"
 # File with the cost of chunks on this machine (see costs.py); not part of the bundle either.
 COSTS = ".costs.json"
+# File with what layers lose with fewer bits of K and V (see kv_bits.py); nor is this one.
+KV_LOSSES = ".kv_losses.json"
 
 
 @dataclass(frozen=True)

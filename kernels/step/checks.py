@@ -318,8 +318,8 @@ def check_pools(weights: Weights, pools: Sequence[Pool]) -> None:
             f"{there}; needed are {needed}"
         )
     formats = {blocks.format for blocks in pools if isinstance(blocks, KVBlocks)}
-    if len(formats - {"int8"} if formats & {*SEALED} else formats) > 1:
-        raise ValueError("pools of several formats; needed is one, or one that seals and int8")
+    if len(formats) > 1 and not formats <= {"int8", *SEALED}:
+        raise ValueError("pools of several formats; needed is one, or int8 and those that seal")
 
 
 def _check_sealed(weights: Weights, pools: Sequence[Pool]) -> None:

@@ -1,0 +1,208 @@
+"""Formats that layers get for a number of bits, and what they are chosen by."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import make, save_tokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from edgellm import OptionError, SessionFileError, SourceError
+from edgellm.graphs.checkpoint import open_checkpoint
+from edgellm.kernels.attention import reference
+from edgellm.kernels.kv_append.reference import round_trip
+from edgellm.kernels.kv_blocks import BLOCK, SEALED, KVFormat
+from edgellm.kernels.kv_seal.reference import with_sealed
+from edgellm.kernels.native import library
+from edgellm.llm import load
+from edgellm.measure import kv_bits
+from edgellm.measure.kv_bits import choose, layer_losses
+from edgellm.store.bundle import KV_LOSSES
+
+pytestmark = pytest.mark.skipif(library() is None, reason="installed without a compiler")
+
+TOKENS = [5, *((7 * i + i // 11) % 120 + 3 for i in range(405))]
+BITS: dict[KVFormat, list[float]] = {"k8v4": [6.0] * 4, "k4v4": [4.0] * 4, "k4v2": [3.0] * 4}
+
+
+@pytest.fixture(scope="module")
+def bundle(deep_model: Path) -> Path:
+    return load(str(deep_model)).engine.bundle.path
+
+
+@pytest.fixture
+def fresh(bundle: Path) -> Iterator[str]:
+    """A bundle whose layers were not measured."""
+    (bundle / KV_LOSSES).unlink(missing_ok=True)
+    yield str(bundle)
+    (bundle / KV_LOSSES).unlink(missing_ok=True)
+
+
+def losses(*layers: tuple[float, float, float]) -> list[dict[KVFormat, float]]:
+    return [dict(zip(SEALED, layer, strict=True)) for layer in layers]
+
+
+def test_layers_that_lose_most_have_most_bits() -> None:
+    measured = losses((0, 1, 2), (0, 1, 9), (0, 8, 9), (0, 0, 0))
+    for mean, expected in {
+        3.0: ("k4v2", "k4v2", "k4v2", "k4v2"),
+        3.24: ("k4v2", "k4v2", "k4v2", "k4v2"),
+        3.25: ("k4v2", "k4v4", "k4v2", "k4v2"),
+        4.0: ("k4v2", "k4v4", "k8v4", "k4v2"),
+        4.25: ("k4v4", "k4v4", "k8v4", "k4v2"),
+        6.0: ("k8v4", "k8v4", "k8v4", "k8v4"),
+    }.items():
+        assert choose(measured, BITS, mean) == expected, mean
+
+
+def test_no_budget_is_exceeded_and_more_bits_lose_no_more() -> None:
+    rng, before = np.random.default_rng(5), np.inf
+    measured = losses(*np.sort(rng.exponential(size=(4, 3))))
+    for mean in np.linspace(3, 6, 31):
+        formats = choose(measured, BITS, mean)
+        assert np.mean([BITS[name][0] for name in formats]) <= mean + 0.005
+        loss = sum(measured[layer][name] for layer, name in enumerate(formats))
+        assert loss <= before + 0.3
+        before = min(loss, before)
+    assert formats == ("k8v4",) * 4
+
+
+class Captured:
+    """Rotated queries, keys and values `[n, heads, D]` of each layer in transformers."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[np.ndarray, ...]] = []
+
+    def __call__(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        self.layers.append(tuple(x[0].transpose(0, 1).double().numpy() for x in (q, k, v)))
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_losses_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """With attention of the float64 reference on packed rows in one layer at a time."""
+    capture = Captured()
+    ALL_ATTENTION_FUNCTIONS.register("capture", capture)
+    model = make(name, tmp_path, max_position_embeddings=512, num_hidden_layers=3)
+    model.set_attn_implementation("capture")
+    with torch.no_grad():
+        states = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
+    found = {(x, f): loss for x, f, loss in layer_losses(open_checkpoint(tmp_path), TOKENS)}
+    assert len(found) == 9
+    for index, (q, k, v) in enumerate(capture.layers):
+        layer, last = model.model.layers[index], index == 2
+        for format in SEALED:
+            attended = [packed(q, k, v, format, at) for at in range(3 * BLOCK, len(TOKENS))]
+            with torch.no_grad():
+                rows = layer.self_attn.o_proj(torch.tensor(np.stack(attended)).float())
+                rows = states[index][0, 3 * BLOCK :] + rows
+                rows = rows + layer.mlp(layer.post_attention_layernorm(rows))
+                rows = model.model.norm(rows) if last else rows
+            exact = states[index + 1][0, 3 * BLOCK :]
+            changes = (rows - exact).square().sum(1) / exact.square().sum(1)
+            assert found[index, format] == pytest.approx(changes.mean().item(), rel=0.03)
+
+
+def packed(q: np.ndarray, k: np.ndarray, v: np.ndarray, format: KVFormat, at: int) -> np.ndarray:
+    """Attention of the row at a position, all heads of it in a row."""
+    read = [
+        with_sealed(rows, round_trip(rows, format, key=key), format, at, key=key)
+        for rows, key in ((k, True), (v, False))
+    ]
+    return reference.attend(q[at][None], *read, at)[0].reshape(-1)
+
+
+def test_texts_that_no_packed_block_is_read_of(tmp_path: Path) -> None:
+    make("llama", tmp_path, max_position_embeddings=512)
+    assert not any(x for *_, x in layer_losses(open_checkpoint(tmp_path), TOKENS[: 3 * BLOCK]))
+
+
+def test_layers_with_windows_and_experts(tmp_path: Path) -> None:
+    """Layers that see all alone are measured, with what no graph computes behind them."""
+    for name, layers in (("gemma3_text", 1), ("qwen3_moe", 4)):
+        make(name, tmp_path / name, max_position_embeddings=512)
+        found = list(layer_losses(open_checkpoint(tmp_path / name), TOKENS))
+        assert [(x, f) for x, f, _ in found] == [(x, f) for x in range(layers) for f in SEALED]
+        assert all(0 < loss < 1 for *_, loss in found)
+
+
+def test_measured_once_and_kept(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[tuple[int, int]]()
+    llm = load(fresh, kv_bits=5, progress=lambda p: told.append((p.done, p.total)))
+    assert told[-1] == (6, 6)
+    formats = llm.options.kv_format
+    assert isinstance(formats, tuple)
+    assert len(formats) == 6
+    assert set(formats) <= {*SEALED}
+    answer = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    expected = llm.generate(TOKENS, **answer).tokens
+    assert load(fresh, kv_format=formats).generate(TOKENS, **answer).tokens == expected
+    monkeypatch.setattr(kv_bits, "layer_losses", None)
+    assert load(fresh, kv_bits=5).options.kv_format == formats
+    chosen = load(fresh, kv_bits=4.5, kv_read=512).options.kv_format
+    assert "k8v4" not in chosen
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"4, RoPE 1": [{"k8v4": 0}]}', "[[[", "\xff"])
+def test_damaged_losses_are_measured_again(fresh: str, text: str) -> None:
+    formats = load(fresh, kv_bits=5).options.kv_format
+    (Path(fresh) / KV_LOSSES).write_bytes(text.encode("latin-1"))
+    assert load(fresh, kv_bits=5).options.kv_format == formats
+
+
+def test_bad_input(fresh: str, tmp_path: Path) -> None:
+    for options, message in (
+        ({"kv_bits": 2.5}, r"`kv_bits` is 2.5; allowed with this model are \d.\d\d to \d.\d\d"),
+        ({"kv_bits": 9}, "`kv_bits` is 9; allowed"),
+        ({"kv_bits": "5"}, "`kv_bits`"),
+        ({"kv_bits": 5, "kv_format": "k4v4"}, "bits choose the formats; leave out one"),
+        ({"kv_bits": 5, "kv_budget": 1024}, "what is packed is not forgotten"),
+        ({"kv_bits": 5, "prefill_mass": 0.99}, "without the two"),
+        ({"kv_bits": 5, "decode": "portable"}, "have a format for each layer"),
+        ({"kv_format": ("k4v4",) * 5}, "has 5 formats; this model has 6 layers"),
+        ({"kv_format": ("k4v4",) * 5 + ("int8",)}, "k8v4, k4v4, k4v2"),
+        ({"kv_format": ("k8v4",) * 6, "kv_read": 512}, "blocks that matter"),
+        ({"kv_format": ("k4v4",) * 6, "prefill": "cpu"}, "take native for both"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            load(fresh, **options)
+    make("deepseek_v2", tmp_path, vocab_size=320)
+    save_tokenizer(tmp_path)
+    with pytest.raises(OptionError, match="latents in all layers"):
+        load(str(tmp_path), kv_bits=5)
+
+
+def test_sessions_of_other_bits(bundle: Path, tmp_path: Path) -> None:
+    llm = load(str(bundle), kv_format=("k4v2", "k8v4") * 3)
+    session = llm.session()
+    session.append(TOKENS)
+    session.generate(max_tokens=1)
+    session.save(tmp_path / "saved")
+    for other in (("k8v4", "k4v2") * 3, "int8"):
+        with pytest.raises(SessionFileError, match="kv_bits"):
+            load(str(bundle), kv_format=other).load_session(tmp_path / "saved")
+    assert load(str(bundle), kv_format=llm.options.kv_format).load_session(tmp_path / "saved")
+
+
+def test_without_the_file(deep_model: Path, tmp_path: Path) -> None:
+    """Of a bundle whose checkpoint is gone."""
+    folder = tmp_path / "model"
+    shutil.copytree(deep_model, folder)
+    path = load(str(folder)).engine.bundle.path
+    shutil.rmtree(folder)
+    with pytest.raises(SourceError):
+        load(str(path), kv_bits=5)
+    assert not (path / KV_LOSSES).exists()
+
+
+def test_command(fresh: str, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    shown = cli("plan", "600", "-m", fresh, "--kv-bits", "5").stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith("KV cache: "))
+    assert " in " in line
