@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -326,6 +326,8 @@ def load_options(command: Command) -> Command:
         }
         if kv_types and "kv_format" not in values:
             values["kv_format"] = KV_TYPES[kv_types[-1]]
+        if {"kv_bits", "kv_format"} <= values.keys():
+            raise OptionError("--kv-bits and --kv-format: bits choose the formats; leave out one")
         if provider_option:
             values["provider_options"] = dict(map(_parse_option, provider_option))
         adapters = _adapters(given.pop("lora", ()))
@@ -340,12 +342,20 @@ def load_options(command: Command) -> Command:
         said = source("name") is not ParameterSource.DEFAULT
         named = click.get_current_context().meta.get(_NAMED, said)
         model = config.model(name if named else config.default)
-        arguments = cast(LoadArguments, {**model.arguments, **values})
+        arguments = cast(LoadArguments, over(model.arguments, values))
         if not drafts:
             arguments.pop("draft", None)
         return command(load_arguments=arguments, name=model.source, **given)
 
     return wrapped
+
+
+def over(of_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the configuration file and of the command line, which goes over it; a KV
+    format or bits of the one take the place of the other's."""
+    kv = {"kv_bits", "kv_format"}
+    dropped = kv if kv & given.keys() else set[str]()
+    return {**{name: x for name, x in of_file.items() if name not in dropped}, **given}
 
 
 def _parse_option(text: str) -> tuple[str, str]:

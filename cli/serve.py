@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import Config
-from edgellm.cli.options import Command, draft_options, load_options, lora_options, option_of
+from edgellm.cli.options import Command, draft_options, load_options, lora_options, option_of, over
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.options import NO_DRAFT
@@ -223,10 +223,11 @@ def _served(
     for name in names:
         id, source = split_id(name)
         model = config.model(source)
+        first = {} if served else of_first
         served.append(
             served_model(
                 model.source,
-                {**model.arguments, **load_arguments, **({} if served else of_first)},
+                cast(LoadArguments, over(model.arguments, {**load_arguments, **first})),
                 id=id or (source if source in config.models else None),
                 pinned=model.pinned,
                 progress=progress,

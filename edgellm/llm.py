@@ -141,11 +141,11 @@ def load(
     faster = None if adapters else faster_provider(bundle, chosen)
     if faster is not None:
         chosen = replace(chosen, prefill=faster)
-    chosen = with_layer_formats(bundle, chosen, progress=progress)
+    draft = prepare_draft(bundle, chosen, progress=progress)
     engine = Engine(
         bundle,
-        chosen,
-        draft=prepare_draft(bundle, chosen, progress=progress),
+        with_layer_formats(bundle, chosen, progress=progress),
+        draft=draft,
         adapters=adapter_bytes(adapters),
         tails_only=faster is None,
         why_cpu=why_cpu,

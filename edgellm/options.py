@@ -222,6 +222,8 @@ class EngineOptions:
         Raises:
             OptionError: a value that is not allowed.
         """
+        if isinstance(self.kv_format, list):  # of a configuration file
+            object.__setattr__(self, "kv_format", tuple(self.kv_format))
         self._check_values()
         if self.prefill == CUDA and self.schedule not in (None, "serial"):
             raise OptionError(

@@ -191,8 +191,12 @@ def select(options: EngineOptions, config: ModelConfig | None = None) -> Selecti
             f"provider other than {CUDA} as `prefill` and {NATIVE}, {PORTABLE} or {CHUNKED} as "
             "`decode`, or `scheduling` stall_free"
         )
-    kernels = {NATIVE} if isinstance(options.kv_format, tuple) else {*STEPS}
-    if seals(options.kv_format) and not {prefill, decode} <= kernels:
+    if isinstance(options.kv_format, tuple) and (prefill, decode) != (NATIVE, NATIVE):
+        raise OptionError(
+            f"`kv_format` is {options.kv_text!r}, `prefill` {prefill} and `decode` {decode}: the "
+            f"C++ kernels alone have several; take {NATIVE} for both, or one format"
+        )
+    if seals(options.kv_format) and not {prefill, decode} <= set(STEPS):
         raise OptionError(
             f"`kv_format` is {options.kv_text!r}, `prefill` {prefill} and `decode` {decode}: the "
             f"C++ and Triton kernels alone seal blocks; take {NATIVE} for both, or {TRITON}, or a "

@@ -245,9 +245,17 @@ def stored_groups(
     return [*rows, *(replace(group, part="sealed") for group in hot)]
 
 
-def of_other_layers(format: KVFormats) -> KVFormat:
-    """Return the format of K and V of layers that draft, for which none was chosen."""
-    return "k4v4" if isinstance(format, tuple) else format
+def packable(config: ModelConfig) -> bool:
+    """Whether there are layers whose blocks can be sealed."""
+    layers = [config.layers[index].attention for index in sealing_layers(config)]
+    return bool(layers) and all(attention.head_dim % 8 == 0 for attention in layers)
+
+
+def of_other_layers(format: KVFormats, config: ModelConfig) -> KVFormat:
+    """Return the format of K and V of a model that drafts, for whose layers none was chosen."""
+    if not isinstance(format, tuple):
+        return format
+    return "k4v4" if packable(config) else "int8"
 
 
 def sealing_layers(config: ModelConfig) -> list[int]:

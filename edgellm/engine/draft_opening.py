@@ -173,7 +173,7 @@ def open_mtp(target: LoadedModel) -> MtpHead | None:
     weights = open_mtp_weights(bundle, entry, tokens=_MTP_TOKENS)
     cache = KVCache(
         cache_groups(mtp_config(target.config)),
-        format=of_other_layers(options.kv_format),
+        format=of_other_layers(options.kv_format, mtp_config(target.config)),
         ctx_size=target.ctx_size,
         blocks=pool_blocks(target.ctx_size),
         policy=options.eviction,

@@ -25,7 +25,7 @@ from edgellm.graphs.config import ModelConfig
 from edgellm.graphs.contract import WEIGHTS_FILE
 from edgellm.graphs.mtp import mtp_config
 from edgellm.graphs.tensors import model_tensors
-from edgellm.kernels.kv_blocks import BLOCK
+from edgellm.kernels.kv_blocks import BLOCK, seals
 from edgellm.kernels.linear import PANEL
 from edgellm.options import NO_DRAFT, EngineOptions
 from edgellm.store.bundle import Bundle
@@ -138,7 +138,7 @@ def estimate(
     if head:
         drafts += cache_bytes(
             mtp_config(config),
-            format=of_other_layers(options.kv_format),
+            format=of_other_layers(options.kv_format, mtp_config(config)),
             ctx_size=ctx_size,
             blocks=pool_blocks(ctx_size),
             policy=options.eviction,
@@ -220,13 +220,14 @@ def draft_options(draft: Bundle, options: EngineOptions, *, ctx_size: int) -> En
     Where it was trained for a shorter context, it drafts up to its end.
     """
     size = min(ctx_size, draft.config.context_length)
+    format = of_other_layers(options.kv_format, draft.config)
     return EngineOptions(
         decode=NATIVE,
         prefill=NATIVE,
-        kv_format=of_other_layers(options.kv_format),
+        kv_format=format,
         kv_budget=options.kv_budget,
         kv_policy=options.kv_policy,
-        kv_spill=options.kv_spill,
+        kv_spill=options.kv_spill if seals(format) else None,
         ctx_size=size,
         cache_size=size,
         threads=options.threads,

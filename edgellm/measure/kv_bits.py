@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgellm.cache.groups import layer_bits, sealing_layers
-from edgellm.errors import OptionError
+from edgellm.cache.groups import layer_bits, packable, sealing_layers
+from edgellm.errors import ModelFormatError, OptionError
 from edgellm.graphs import contract
 from edgellm.graphs.checkpoint import Checkpoint
 from edgellm.kernels.kv_blocks import BLOCK, LAYOUT_VERSION, SEALED, KVFormat
@@ -55,15 +55,29 @@ class Upgrade:
 
 
 def with_layer_formats(
-    bundle: Bundle, options: EngineOptions, *, progress: ProgressCallback | None = None
+    bundle: Bundle,
+    options: EngineOptions,
+    *,
+    measures: bool = True,
+    progress: ProgressCallback | None = None,
 ) -> EngineOptions:
     """Return options with a format for each layer in place of `kv_bits`, if they have that.
 
+    Args:
+        measures: whether layers are measured that were not before; else formats of the same size.
+
     Raises:
         OptionError: more or fewer bits than the formats have, or a model whose layers seal none.
+        SourceError: the checkpoint to measure is missing, or changed.
+        ModelFormatError: it gives values that are infinite or not a number.
     """
     if options.kv_bits is None:
         return options
+    if not packable(bundle.config):
+        raise OptionError(
+            f"`kv_bits` is {options.kv_bits}: blocks are packed of attention to all positions with "
+            "a head_dim in eights, and this model has none; leave it out"
+        )
     allowed = SEALED if options.kv_read is None else CHOSEN_FORMATS
     bits = {format: layer_bits(bundle.config, format) for format in allowed}
     least, most = (float(np.mean(bits[format])) for format in (allowed[-1], allowed[0]))
@@ -73,8 +87,13 @@ def with_layer_formats(
             f"`kv_bits` is {options.kv_bits}; allowed with this model{beside} are {least:.2f} to "
             f"{most:.2f}, and int8 has 8 and its scales"
         )
-    losses = _kept(bundle, options) or _measured(bundle, options, progress)
-    return replace(options, kv_bits=None, kv_format=choose(losses, bits, options.kv_bits))
+    losses = _kept(bundle)
+    if losses is None and measures:
+        losses = _measured(bundle, options, progress)
+    alike = {name: float(rank) for rank, name in enumerate(SEALED)}
+    formats = choose(losses or [alike for _ in bits[SEALED[-1]]], bits, options.kv_bits)
+    one = len(set(formats)) == 1
+    return replace(options, kv_bits=None, kv_format=formats[0] if one else formats)
 
 
 def choose(
@@ -82,8 +101,8 @@ def choose(
     bits: Mapping[KVFormat, Sequence[float]],
     mean: float,
 ) -> tuple[KVFormat, ...]:
-    """Choose the format of each layer: the upgrade that saves most for its bits is next, while any
-    fits.
+    """Choose the format of each layer: the upgrade that saves most for its bits is next, while one
+    fits that loses no more.
 
     Args:
         losses: of each layer, what the model loses by each format.
@@ -99,7 +118,7 @@ def choose(
             each
             for layer, format in enumerate(formats)
             for each in _upgrades(layer, order[order.index(format) :], losses[layer], bits)
-            if each.bits <= left
+            if each.bits <= left and each.gain >= 0
         ]
         if not upgrades:
             return tuple(formats)
@@ -130,25 +149,26 @@ Losses = list[dict[KVFormat, float]]
 
 
 def _measured(bundle: Bundle, options: EngineOptions, progress: ProgressCallback | None) -> Losses:
-    """Measure what layers lose, in float32 on the weights of the bundle's own file, and keep it.
-
-    Raises:
-        SourceError: the checkpoint is missing, or changed.
-    """
+    """Measure what layers lose, in float32 on the weights of the bundle's own file, and keep it."""
     from edgellm.export.source_checkpoint import open_source  # 0.4 s, and rarely needed
     from edgellm.measure.quality import manual_text
 
     checkpoint = open_source(bundle, progress=progress)
     tokenizer = Tokenizer(bundle.path, bundle.manifest.tokenizer, rows=bundle.config.vocab_size)
     text = manual_text(_TOPICS, (typing,), piece=_PIECE)
-    tokens = tokenizer.encode(text)[: min(_WINDOW, bundle.config.context_length)]
+    tokens = tokenizer.encode(text)[: min(_WINDOW, checkpoint.config.context_length)]
     losses: Losses = [{} for _ in sealing_layers(bundle.config)]
     for layer, format, loss in layer_losses(checkpoint, tokens, threads=options.threads):
         losses[layer][format] = loss
         if progress is not None:
             label = "measuring what layers lose with fewer bits"
             progress(Progress(label, layer + 1, len(losses)))
-    _keep(bundle, options, losses)
+    if not all(math.isfinite(loss) for layer in losses for loss in layer.values()):
+        raise ModelFormatError(
+            f"{checkpoint.path}: in float32 it gives values that are infinite or not a number; the "
+            "file is damaged, download it again"
+        )
+    _keep(bundle, losses)
     return losses
 
 
@@ -191,28 +211,24 @@ def _change(ours: Mapping[str, NDArray[np.float32]], exact: Mapping[str, Any]) -
     return float(changes.mean())
 
 
-def _key(options: EngineOptions) -> str:
-    return f"{LAYOUT_VERSION}, RoPE {options.rope_scale or 1:g}"
-
-
-def _kept(bundle: Bundle, options: EngineOptions) -> Losses | None:
+def _kept(bundle: Bundle) -> Losses | None:
     """Return the losses of an earlier start; None if there are none for this model."""
     count = len(sealing_layers(bundle.config))
     try:
         values: Any = json.loads((bundle.path / KV_LOSSES).read_text(encoding="utf-8"))
         losses: Losses = [
-            {name: float(each[name]) for name in SEALED} for each in values[_key(options)]
+            {name: float(each[name]) for name in SEALED} for each in values[str(LAYOUT_VERSION)]
         ]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (OSError, OverflowError, ValueError, RecursionError, KeyError, TypeError):
         return None
     right = len(losses) == count and all(math.isfinite(y) for x in losses for y in x.values())
     return losses if right else None
 
 
-def _keep(bundle: Bundle, options: EngineOptions, losses: Losses) -> None:
+def _keep(bundle: Bundle, losses: Losses) -> None:
     file = Path(bundle.path / KV_LOSSES)
     try:
         with replacing_file(file, lasting=False) as temporary:
-            temporary.write_text(json.dumps({_key(options): losses}, indent=1), encoding="utf-8")
+            temporary.write_text(json.dumps({LAYOUT_VERSION: losses}, indent=1), encoding="utf-8")
     except OSError:
         pass  # a read-only bundle is measured at each start

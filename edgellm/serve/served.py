@@ -26,6 +26,7 @@ from edgellm.llm import (
     load,
     with_defaults,
 )
+from edgellm.measure.kv_bits import with_layer_formats
 from edgellm.options import EngineOptions
 from edgellm.progress import ProgressCallback
 from edgellm.store.bundle import Bundle
@@ -206,6 +207,7 @@ def served_model(
 
     def needed_bytes() -> int:
         bundle, used, _ = prepare_for(source, options, progress=progress)
+        used = with_layer_formats(bundle, used, progress=progress)
         draft = prepare_draft(bundle, used, progress=progress)
         adapters = adapter_bytes(arguments.get("adapters"))
         selection = select(used, bundle.config)
@@ -220,7 +222,7 @@ def served_model(
             draft = prepared(options.draft, precisions=(PACKED,))
         return card_on_disk(
             with_defaults(bundle, arguments.get("defaults")),
-            options,
+            with_layer_formats(bundle, options, measures=False),
             draft=draft,
             adapters=adapter_bytes(arguments.get("adapters")),
         )

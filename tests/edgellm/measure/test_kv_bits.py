@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from tiny_models import make, save_tokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from edgellm import OptionError, SessionFileError, SourceError
+from edgellm import ModelFormatError, OptionError, SessionFileError, SourceError
 from edgellm.graphs.checkpoint import open_checkpoint
 from edgellm.kernels.attention import reference
 from edgellm.kernels.kv_append.reference import round_trip
@@ -24,6 +25,7 @@ from edgellm.kernels.native import library
 from edgellm.llm import load
 from edgellm.measure import kv_bits
 from edgellm.measure.kv_bits import choose, layer_losses
+from edgellm.serve.served import served_model
 from edgellm.store.bundle import KV_LOSSES
 
 pytestmark = pytest.mark.skipif(library() is None, reason="installed without a compiler")
@@ -51,6 +53,7 @@ def losses(*layers: tuple[float, float, float]) -> list[dict[KVFormat, float]]:
 
 def test_layers_that_lose_most_have_most_bits() -> None:
     measured = losses((0, 1, 2), (0, 1, 9), (0, 8, 9), (0, 0, 0))
+    assert choose(losses(*[(2, 1, 1), (0, 0, 1)] * 2), BITS, 6.0) == ("k4v4", "k8v4") * 2
     for mean, expected in {
         3.0: ("k4v2", "k4v2", "k4v2", "k4v2"),
         3.24: ("k4v2", "k4v2", "k4v2", "k4v2"),
@@ -135,7 +138,7 @@ def test_layers_with_windows_and_experts(tmp_path: Path) -> None:
 
 def test_measured_once_and_kept(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[tuple[int, int]]()
-    llm = load(fresh, kv_bits=5, progress=lambda p: told.append((p.done, p.total)))
+    llm = load(fresh, kv_bits=4.3, progress=lambda p: told.append((p.done, p.total)))
     assert told[-1] == (6, 6)
     formats = llm.options.kv_format
     assert isinstance(formats, tuple)
@@ -145,38 +148,40 @@ def test_measured_once_and_kept(fresh: str, monkeypatch: pytest.MonkeyPatch) -> 
     expected = llm.generate(TOKENS, **answer).tokens
     assert load(fresh, kv_format=formats).generate(TOKENS, **answer).tokens == expected
     monkeypatch.setattr(kv_bits, "layer_losses", None)
-    assert load(fresh, kv_bits=5).options.kv_format == formats
+    assert load(fresh, kv_bits=4.3).options.kv_format == formats
     chosen = load(fresh, kv_bits=4.5, kv_read=512).options.kv_format
     assert "k8v4" not in chosen
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"4, RoPE 1": [{"k8v4": 0}]}', "[[[", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"4": [{"k8v4": 0}]}', f'{{"4": [{{"k8v4": {10**400}}}]}}', "[[[", "\xff"]
+)
 def test_damaged_losses_are_measured_again(fresh: str, text: str) -> None:
-    formats = load(fresh, kv_bits=5).options.kv_format
+    formats = load(fresh, kv_bits=4.3).options.kv_format
     (Path(fresh) / KV_LOSSES).write_bytes(text.encode("latin-1"))
-    assert load(fresh, kv_bits=5).options.kv_format == formats
+    assert load(fresh, kv_bits=4.3).options.kv_format == formats
 
 
 def test_bad_input(fresh: str, tmp_path: Path) -> None:
     for options, message in (
         ({"kv_bits": 2.5}, r"`kv_bits` is 2.5; allowed with this model are \d.\d\d to \d.\d\d"),
         ({"kv_bits": 9}, "`kv_bits` is 9; allowed"),
-        ({"kv_bits": "5"}, "`kv_bits`"),
-        ({"kv_bits": 5, "kv_format": "k4v4"}, "bits choose the formats; leave out one"),
-        ({"kv_bits": 5, "kv_budget": 1024}, "what is packed is not forgotten"),
-        ({"kv_bits": 5, "prefill_mass": 0.99}, "without the two"),
-        ({"kv_bits": 5, "decode": "portable"}, "have a format for each layer"),
-        ({"kv_format": ("k4v4",) * 5}, "has 5 formats; this model has 6 layers"),
+        ({"kv_bits": "4.3"}, "`kv_bits`"),
+        ({"kv_bits": 4.3, "kv_format": "k4v4"}, "bits choose the formats; leave out one"),
+        ({"kv_bits": 4.3, "kv_budget": 1024}, "what is packed is not forgotten"),
+        ({"kv_bits": 4.3, "prefill_mass": 0.99}, "without the two"),
+        ({"kv_bits": 4.3, "decode": "portable"}, "have a format for each layer"),
+        ({"kv_format": ["k4v4"] * 5}, "has 5 formats; this model has 6 layers"),
         ({"kv_format": ("k4v4",) * 5 + ("int8",)}, "k8v4, k4v4, k4v2"),
         ({"kv_format": ("k8v4",) * 6, "kv_read": 512}, "blocks that matter"),
-        ({"kv_format": ("k4v4",) * 6, "prefill": "cpu"}, "take native for both"),
+        ({"kv_format": ("k4v4",) * 6, "prefill": "cpu"}, "C\\+\\+ kernels alone have several"),
     ):
         with pytest.raises(OptionError, match=message):
             load(fresh, **options)
     make("deepseek_v2", tmp_path, vocab_size=320)
     save_tokenizer(tmp_path)
-    with pytest.raises(OptionError, match="latents in all layers"):
-        load(str(tmp_path), kv_bits=5)
+    with pytest.raises(OptionError, match=r"`kv_bits` is 4.3: blocks are packed of attention to"):
+        load(str(tmp_path), kv_bits=4.3)
 
 
 def test_sessions_of_other_bits(bundle: Path, tmp_path: Path) -> None:
@@ -198,11 +203,52 @@ def test_without_the_file(deep_model: Path, tmp_path: Path) -> None:
     path = load(str(folder)).engine.bundle.path
     shutil.rmtree(folder)
     with pytest.raises(SourceError):
-        load(str(path), kv_bits=5)
+        load(str(path), kv_bits=4.3)
     assert not (path / KV_LOSSES).exists()
 
 
-def test_command(fresh: str, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    shown = cli("plan", "600", "-m", fresh, "--kv-bits", "5").stdout
-    (line,) = (line for line in shown.splitlines() if line.startswith("KV cache: "))
-    assert " in " in line
+def test_weights_that_are_not_numbers(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_bits, "layer_losses", lambda *_, **__: [(0, "k8v4", np.nan)])
+    with pytest.raises(ModelFormatError, match="infinite or not a number"):
+        load(fresh, kv_bits=4.3)
+    assert not (Path(fresh) / KV_LOSSES).exists()
+
+
+def test_a_draft_model_that_packs_nothing_keeps_int8(fresh: str, tmp_path: Path) -> None:
+    sizes = {"sliding_window": 64, "vocab_size": 320, "max_position_embeddings": 512}
+    make("phi3", tmp_path, **sizes)
+    save_tokenizer(tmp_path)
+    llm = load(fresh, kv_bits=4.3, draft=str(tmp_path))
+    plain = load(fresh, kv_format=llm.options.kv_format)
+    answer = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    assert llm.generate(TOKENS, **answer).tokens == plain.generate(TOKENS, **answer).tokens
+
+
+def test_a_server_knows_its_size_before_and_after(fresh: str) -> None:
+    options: Any = {"kv_bits": 4.3, "ctx_size": 512}
+    served = served_model(fresh, options)
+    first, card = served.needed_bytes(), served.card()
+    assert first == load(fresh, **options).engine.memory.models
+    assert card is not None
+    plain = served_model(fresh, {"ctx_size": 512}).needed_bytes()
+    assert first != plain
+
+
+def test_commands(
+    fresh: str, tmp_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    file = tmp_path / "edgellm.toml"
+    file.write_text(f"[models.small]\nsource = {json.dumps(fresh)}\nkv_bits = 4.3\n")
+    by_file = ("plan", "600", "-m", "small", "--config", str(file))
+
+    def cache(*arguments: str) -> str:
+        (line,) = (
+            line for line in cli(*arguments).stdout.splitlines() if line.startswith("KV cache: ")
+        )
+        return line
+
+    assert " in " in cache("plan", "600", "-m", fresh, "--kv-bits", "4.3")
+    assert " in " in cache(*by_file)
+    assert ", int8;" in cache(*by_file, "--kv-format", "int8")
+    both = cli("plan", "600", "-m", fresh, "--kv-bits", "4.3", "--kv-format", "int8")
+    assert "leave out one" in both.stderr
