@@ -284,7 +284,7 @@ class EngineOptions:
                     f"`prefill_mass` is {self.prefill_mass}, `kv_format` {self.kv_text!r}, "
                     f"`kv_bits` {self.kv_bits} and `kv_budget` {self.kv_budget}: blocks tell their "
                     f"share of the attention in {MASS_FORMAT} alone, where none is left out; take "
-                    "that without the two, or leave out `prefill_mass`"
+                    "that without `kv_budget` and `kv_bits`, or leave out `prefill_mass`"
                 )
         check_choice("decode", self.decode, DECODE_BACKENDS)
         check_text("prefill", self.prefill)

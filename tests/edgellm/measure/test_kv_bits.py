@@ -185,7 +185,7 @@ def test_bad_input(fresh: str, tmp_path: Path) -> None:
         ({"kv_bits": "4.3"}, "`kv_bits`"),
         ({"kv_bits": 4.3, "kv_format": "k4v4"}, "bits choose the formats; leave out one"),
         ({"kv_bits": 4.3, "kv_budget": 1024}, "what is packed is not forgotten"),
-        ({"kv_bits": 4.3, "prefill_mass": 0.99}, "without the two"),
+        ({"kv_bits": 4.3, "prefill_mass": 0.99}, "without `kv_budget` and `kv_bits`"),
         ({"kv_bits": 4.3, "decode": "portable"}, "have a format for each layer"),
         ({"kv_format": ["k4v4"] * 5}, "has 5 formats; this model has 6 layers"),
         ({"kv_format": ("k4v4",) * 5 + ("int8",)}, "k8v4, k4v4, k4v2"),
