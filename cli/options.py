@@ -342,7 +342,7 @@ def load_options(command: Command) -> Command:
         said = source("name") is not ParameterSource.DEFAULT
         named = click.get_current_context().meta.get(_NAMED, said)
         model = config.model(name if named else config.default)
-        arguments = cast(LoadArguments, over(model.arguments, values))
+        arguments = cast(LoadArguments, over_file(model.arguments, values))
         if not drafts:
             arguments.pop("draft", None)
         return command(load_arguments=arguments, name=model.source, **given)
@@ -350,7 +350,7 @@ def load_options(command: Command) -> Command:
     return wrapped
 
 
-def over(of_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def over_file(of_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the configuration file and of the command line, which goes over it; a KV
     format or bits of the one take the place of the other's."""
     kv = {"kv_bits", "kv_format"}

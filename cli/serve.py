@@ -14,7 +14,14 @@ import click
 
 from edgellm import LoadArguments
 from edgellm.cli.config import Config
-from edgellm.cli.options import Command, draft_options, load_options, lora_options, option_of, over
+from edgellm.cli.options import (
+    Command,
+    draft_options,
+    load_options,
+    lora_options,
+    option_of,
+    over_file,
+)
 from edgellm.cli.progress import progress_bar
 from edgellm.errors import OptionError
 from edgellm.options import NO_DRAFT
@@ -227,7 +234,7 @@ def _served(
         served.append(
             served_model(
                 model.source,
-                cast(LoadArguments, over(model.arguments, {**load_arguments, **first})),
+                cast(LoadArguments, over_file(model.arguments, {**load_arguments, **first})),
                 id=id or (source if source in config.models else None),
                 pinned=model.pinned,
                 progress=progress,

@@ -95,6 +95,11 @@ class CacheGroup:
         return self.window is None and self.part == "all" and self.policy is None
 
     @property
+    def sealable(self) -> bool:
+        """Whether there are formats that seal its blocks, where heads are wide enough for them."""
+        return self.window is None and not self.latent
+
+    @property
     def condensable(self) -> bool:
         """Whether a context's rows can be dropped head by head."""
         return self.keeps_all and not self.latent
@@ -217,7 +222,7 @@ def stored_groups(
     for name in formats_of(format):
         check_choice("kv_format", name, KV_FORMATS)
     attending = [group for group in groups if isinstance(group, CacheGroup)]
-    sealing = [g for g in attending if seals(format) and g.window is None and not g.latent]
+    sealing = [g for g in attending if seals(format) and g.sealable]
     text = format_text(format)
     if seals(format) and attending and not sealing:
         raise OptionError(
@@ -261,7 +266,7 @@ def of_other_layers(format: KVFormats, config: ModelConfig) -> KVFormat:
 def sealing_layers(config: ModelConfig) -> list[int]:
     """Return the layers whose blocks are sealed in formats that do."""
     groups = (group for group in cache_groups(config) if isinstance(group, CacheGroup))
-    return sorted(i for g in groups if g.window is None and not g.latent for i in g.layers)
+    return sorted(layer for group in groups if group.sealable for layer in group.layers)
 
 
 def layer_bits(config: ModelConfig, format: KVFormat) -> list[float]:

@@ -31,9 +31,7 @@ from edgellm.errors import (
     UnsupportedModelError,
 )
 from edgellm.kernels.head_blocks import choose_rows, whole_blocks
-from edgellm.kernels.kv_blocks import (
-    BLOCK,
-)
+from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.results import Condensed
 
 Shares = NDArray[np.float32]

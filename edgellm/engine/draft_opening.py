@@ -10,12 +10,7 @@ from edgellm.backends.mtp import MtpModel
 from edgellm.backends.packed_weights import open_assistant_weights, open_mtp_weights
 from edgellm.backends.registry import NATIVE
 from edgellm.backends.selection import select
-from edgellm.cache.groups import (
-    DRAFT_STATES,
-    cache_groups,
-    of_other_layers,
-    pool_blocks,
-)
+from edgellm.cache.groups import DRAFT_STATES, cache_groups, of_other_layers, pool_blocks
 from edgellm.cache.kv_cache import KVCache
 from edgellm.engine.draft_model import DraftModel
 from edgellm.engine.draft_policy import DraftSource

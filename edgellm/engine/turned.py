@@ -23,9 +23,7 @@ from edgellm.engine.engine import Engine
 from edgellm.engine.loop import WORKING, Wait, pieces
 from edgellm.engine.request import Request
 from edgellm.errors import CacheFullError, OptionError, UnsupportedModelError
-from edgellm.kernels.kv_blocks import (
-    BLOCK,
-)
+from edgellm.kernels.kv_blocks import BLOCK
 from edgellm.kernels.kv_shift import move
 from edgellm.results import Piece
 

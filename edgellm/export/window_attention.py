@@ -117,9 +117,10 @@ class WindowAttention:
 def _view(kv_heads: int, head_dim: int, latent: int, *, blocks: int, format: KVFormat) -> KVView:
     """Allocate blocks of one layer and text; latents are not rounded."""
     seals, sealed = format in SEALED and not latent, None
-    sizes = {"blocks": blocks, "layers": 1, "kv_heads": kv_heads, "head_dim": head_dim}
     if seals:
-        sealed = allocate_sealed(format=format, **sizes)
+        sealed = allocate_sealed(
+            format=format, blocks=blocks, layers=1, kv_heads=kv_heads, head_dim=head_dim
+        )
     rows = allocate(
         format=format if seals else "f32",
         blocks=blocks,

@@ -12,7 +12,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,9 +225,8 @@ def _kept(bundle: Bundle) -> Losses | None:
 
 
 def _keep(bundle: Bundle, losses: Losses) -> None:
-    file = Path(bundle.path / KV_LOSSES)
     try:
-        with replacing_file(file, lasting=False) as temporary:
+        with replacing_file(bundle.path / KV_LOSSES, lasting=False) as temporary:
             temporary.write_text(json.dumps({LAYOUT_VERSION: losses}, indent=1), encoding="utf-8")
     except OSError:
         pass  # a read-only bundle is measured at each start
