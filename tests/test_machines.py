@@ -93,6 +93,7 @@ def test_a_socket_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatc
         ServeOptions(host="x.sock")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["scalar", "avx2"])
 def test_an_answer_with_another_instruction_set(bundle: str, isa: str) -> None:
     found = library()

@@ -158,6 +158,7 @@ def test_what_has_no_place_beside_it(cli: Cli, tmp_path: Path) -> None:
     assert file.read_text() == lines(FIRST)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_answered(smollm2: Bundle, tmp_path: Path) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     short = [{"id": i, "prompt": "Hello", "max_tokens": 1} for i in range(5)]

@@ -75,6 +75,7 @@ def test_statistics_after_every_answer(shell: Shell) -> None:
     terminal.wait_for(lambda: terminal.is_tidy)
 
 
+@pytest.mark.slow
 def test_interrupted_answer(shell: Shell) -> None:
     terminal = start(shell, ENDLESS)
     terminal.enter(FRANCE)
@@ -231,6 +232,7 @@ def test_two_interrupts_at_once_leave_a_tidy_terminal(shell: Shell) -> None:
     terminal.wait_for(lambda: terminal.is_tidy)
 
 
+@pytest.mark.slow
 def test_a_paste_during_an_answer_waits_as_one_message(shell: Shell) -> None:
     """The paste is larger than the terminal's queue, behind which no Ctrl-C would be heard."""
     terminal = start(shell, ENDLESS)

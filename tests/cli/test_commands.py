@@ -298,6 +298,7 @@ def test_help_imports_no_command(cli: Cli) -> None:
         assert f"  {name}" in found.stdout
 
 
+@pytest.mark.slow
 def test_interrupt_stops_the_answer(smollm2: Bundle) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "edgellm.cli.main", "run", str(smollm2.path), "Count to 1000.",
@@ -316,6 +317,7 @@ def test_interrupt_stops_the_answer(smollm2: Bundle) -> None:
     assert b"Traceback" not in err
 
 
+@pytest.mark.slow
 def test_reader_that_goes_away(smollm2: Bundle) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "edgellm.cli.main", "run", str(smollm2.path), "Count to 1000.",

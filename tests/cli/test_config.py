@@ -69,6 +69,7 @@ def test_a_draft_model_is_a_path_beside_the_file_or_a_name(tmp_path: Path) -> No
         assert read_config(file).model("large").arguments["draft"] == meant
 
 
+@pytest.mark.slow
 def test_a_draft_model_for_a_command_that_answers(
     cli: Cli, tiny_bundle: str, write_model: Callable[..., Path], tmp_path: Path
 ) -> None:

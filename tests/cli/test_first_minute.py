@@ -162,6 +162,7 @@ def test_window_that_changes_during_an_answer(shell: Shell, rows: int, columns: 
     assert terminal.is_tidy
 
 
+@pytest.mark.slow
 def test_interrupt_keeps_what_is_there(shell: Shell) -> None:
     terminal = shell(columns=WIDE)
     terminal.enter(ENDLESS)

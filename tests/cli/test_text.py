@@ -62,6 +62,7 @@ def test_messages_do_not_command_the_terminal(cli: Cli, tmp_path: Path) -> None:
     assert found.stderr.rstrip("\n").isprintable()
 
 
+@pytest.mark.slow
 def test_bundles_do_not_command_the_terminal(cli: Cli, tiny_model: Path, tmp_path: Path) -> None:
     bundle = tmp_path / "home" / "bundles" / "tiny"
     env = {"EDGELLM_HOME": str(tmp_path / "home")}

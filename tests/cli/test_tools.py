@@ -53,6 +53,7 @@ def test_a_call_that_is_cut_off_is_shown_as_it_came(capsys: pytest.CaptureFixtur
     assert json.loads(capsys.readouterr().out)["arguments"] == '{"a'
 
 
+@pytest.mark.slow
 def test_a_call_of_the_real_model(cli: Cli, tmp_path: Path) -> None:
     schema = {"properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
     file = tmp_path / "tools.json"

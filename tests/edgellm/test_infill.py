@@ -62,6 +62,7 @@ def test_gaps_and_other_prompts_in_one_batch(tiny_fim: LLM, cases: list[Case]) -
     assert texts[5] == tiny_fim.generate("def", options=greedy).text
 
 
+@pytest.mark.slow
 def test_as_many_gaps_as_the_reference_fills(tiny_fim: LLM, cases: list[Case]) -> None:
     assert exact(tiny_fim, cases[:100]) >= 98
     without_suffix = [{**case, "suffix": ""} for case in cases[:100]]

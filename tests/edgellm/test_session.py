@@ -142,6 +142,7 @@ def test_fork_and_rewind(llm: LLM) -> None:
             trunk.rewind(10**6)
 
 
+@pytest.mark.slow
 def test_cancel_in_prefill_keeps_the_session(llm: LLM) -> None:
     cancel = threading.Event()
     seen: list[Progress] = []

@@ -46,6 +46,7 @@ def filled(k: np.ndarray, v: np.ndarray) -> KVBlocks:
     return blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(3, 1, 64), (2, 2, 8), (4, 2, 24), (5, 1, 80)]
 )

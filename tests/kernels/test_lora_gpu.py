@@ -170,7 +170,6 @@ def test_rows_of_several_adapters_are_as_alone_and_as_in_cpp(
             assert distance(ours, plain[i]) > 0.2
 
 
-@pytest.mark.smoke
 def test_the_next_tokens_of_a_captured_step_have_adapters(triton_device: str) -> None:
     """Others in each step, and again those of the first."""
     model = Model(Shape(2, 1, 32, hidden=64, intermediate=64))

@@ -101,7 +101,13 @@ def test_company_makes_no_difference(compiled: ctypes.CDLL, format: KVFormat, th
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "kv_read"),
-    [(3, 1, 64, 512), (4, 4, 8, 700), (4, 2, 24, 768), (8, 1, 80, 512), (2, 1, 256, 640)],
+    [
+        (3, 1, 64, 512),
+        (4, 2, 24, 768),
+        (8, 1, 80, 512),
+        pytest.param(4, 4, 8, 700, marks=pytest.mark.slow),
+        pytest.param(2, 1, 256, 640, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.usefixtures("poisoned")
 def test_rows_read_the_best_blocks_alone(

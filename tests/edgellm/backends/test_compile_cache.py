@@ -96,6 +96,7 @@ def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
     assert damaged.read_bytes() != content[:-1] + bytes([content[-1] ^ 1])
 
 
+@pytest.mark.slow
 def test_interrupted_compilation_leaves_nothing(bundle_path: Path, edgellm_home: Path) -> None:
     def interrupt(news: Progress) -> None:
         if news.done == 2:
@@ -117,6 +118,7 @@ def test_compiler_that_crashes(
         on_htp(bundle_path)
 
 
+@pytest.mark.slow
 def test_device_that_the_compiler_does_not_know(bundle_path: Path, edgellm_home: Path) -> None:
     with pytest.raises(ProviderError, match="qnn"):
         on_htp(bundle_path, provider_options={"soc_model": "999999"})

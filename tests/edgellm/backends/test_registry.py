@@ -32,6 +32,7 @@ def imported_by_loading(model: Path, **options: str) -> set[str]:
     return files | (modules & set(LIBRARIES))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(library() is None, reason="the native kernels are not built")
 def test_only_what_was_chosen_is_imported(tiny_model: Path) -> None:
     native = {"prefill": "native", "decode": "native"}

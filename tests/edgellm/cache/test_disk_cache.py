@@ -135,6 +135,7 @@ def test_a_folder_of_another_model(
     assert len(files(folder)) == 4
 
 
+@pytest.mark.slow
 def test_the_budget_holds_and_the_last_used_stay(start: Callable[..., LLM], folder: Path) -> None:
     ask(start())
     size = files(folder)[0].stat().st_size

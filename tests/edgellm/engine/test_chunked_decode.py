@@ -56,6 +56,7 @@ def start(path: Path, **options: Any) -> LLM:
     return llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "schedule"),
     [("f32", "out-of-order"), ("w8a8", "serial"), ("w8a16-qdq", "out-of-order")],

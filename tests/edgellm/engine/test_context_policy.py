@@ -41,6 +41,7 @@ def first_layer(session: Session) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_behind_the_end_of_the_context(llm: LLM) -> None:
     with llm.session() as session:
         session.append(TEXT[:700])
@@ -110,6 +111,7 @@ def test_what_was_there_is_used_when_a_session_grows_too_long(llm: LLM) -> None:
         assert sum(answer.stats.prefill.values()) == 50
 
 
+@pytest.mark.slow
 def test_a_stream_takes_the_memory_of_one_context(llm: LLM) -> None:
     tokens = llm.engine.tokenizer.encode(TEXT)[::-1]  # no other text begins so
     sampling = llm.generation_options(temperature=0, max_tokens=0, context_policy="shift")

@@ -95,6 +95,7 @@ def test_other_values_are_refused(value: Any) -> None:
         EngineOptions(expert_memory=value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "code"), [("1M", 0), ("600KiB", 0), ("1 MB", 2), ("x", 2)])
 def test_sizes_on_the_command_line(bundle: Bundle, size: str, code: int) -> None:
     arguments = ["bench", str(bundle.path), "-p", "16", "-n", "2", "-r", "1"]

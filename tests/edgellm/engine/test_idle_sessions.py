@@ -71,6 +71,7 @@ class Course:
         self.reclaimed += sum(not each.cached for each in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "format"), [*((seed, "int8") for seed in range(3)), (3, "k8v4"), (5, "k4v4")]
 )

@@ -104,6 +104,7 @@ def test_drafts_over_the_end_of_a_block(bundle: str, monkeypatch: pytest.MonkeyP
     same(found, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> None:
     options = {**ANSWER, "max_tokens": 150}

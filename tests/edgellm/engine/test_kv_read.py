@@ -113,6 +113,7 @@ def test_drafts(bundle: str, monkeypatch: pytest.MonkeyPatch) -> None:
         same(found, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> None:
     """Before and behind the place from which on they choose."""
@@ -125,6 +126,7 @@ def test_answers_that_give_their_blocks_away(bundle: str, scheduling: str) -> No
         same(each, start(bundle).generate(prompt, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheduling", ["stall_free", "layered"])
 def test_a_context_that_shifts_is_computed_again(bundle: str, scheduling: str) -> None:
     options = {**ANSWER, "max_tokens": 400, "context_policy": "shift", "speculate": False}

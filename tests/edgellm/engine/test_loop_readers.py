@@ -145,6 +145,7 @@ def test_a_time_limit_ends_who_waits_for_a_place(
     assert_idle(small)
 
 
+@pytest.mark.slow
 def test_hundreds_of_threads(tiny: LLM) -> None:
     threads = set(threading.enumerate())
     calls = short((prompt(i % 5, 10 + i % 5) for i in range(200)), max_tokens=3)

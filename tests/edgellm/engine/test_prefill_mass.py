@@ -47,6 +47,7 @@ def test_the_whole_mass_reads_all(bundle: str, expected: Completion) -> None:
     assert expected.logprobs != dense.logprobs
 
 
+@pytest.mark.slow
 def test_cut_anywhere_and_in_company(bundle: str, expected: Completion) -> None:
     for options in ({"time_target_ms": 1}, {"scheduling": "layered"}, {"scheduling": "serial"}):
         llm = start(bundle, cache_size=12_000, **options)
@@ -55,6 +56,7 @@ def test_cut_anywhere_and_in_company(bundle: str, expected: Completion) -> None:
         same(together(llm, calls)[0], expected)
 
 
+@pytest.mark.slow
 def test_prefixes_forks_rewinds_and_files(
     bundle: str, expected: Completion, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def test_prefixes_forks_rewinds_and_files(
     same(session.generate(**ANSWER), cut)
 
 
+@pytest.mark.slow
 def test_answers_that_give_their_blocks_away(bundle: str) -> None:
     options = {**ANSWER, "max_tokens": 120}
     calls = [([i, *TOKENS[: DENSE_POSITIONS + 20 + 90 * i]], options) for i in range(2)]

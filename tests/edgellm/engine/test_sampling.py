@@ -225,6 +225,7 @@ def test_when_all_are_needed(changes: dict) -> None:
     assert not best_needed(GenerationOptions(**changes), ends=1)
 
 
+@pytest.mark.slow
 def test_defaults_of_the_default_model(smollm2_gguf: Path) -> None:
     tried = load().generation_options()
     assert (tried.temperature, tried.top_p, tried.repeat_penalty) == (0.2, 0.9, 1.1)

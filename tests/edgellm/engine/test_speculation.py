@@ -82,6 +82,7 @@ def test_copying_is_foreseen(native: LLM, monkeypatch: pytest.MonkeyPatch) -> No
     assert found.accepted_tokens > found.drafted_tokens / 2 > 0
 
 
+@pytest.mark.slow
 def test_a_few_answers_at_once_draft_together(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     calls = [(native.tokenize(f"{i}\n{COPY}"), options) for i in range(5)]
@@ -149,6 +150,7 @@ def test_a_session_that_changes_under_an_answer(
     session.close()
 
 
+@pytest.mark.slow
 def test_wrong_drafts_leave_no_trace(native: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     expected = native.generate(PLAIN, speculate=False, **options).tokens

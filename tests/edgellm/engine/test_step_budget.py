@@ -141,6 +141,7 @@ def test_decodes_longer_than_the_target_leave_a_few_rows_to_prompts() -> None:
     assert [shares[1].rows for shares in mixed][:3] == [32, 32, 32]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(prompt=st.integers(100, 1500))
 def test_no_step_for_a_few_rows(prompt: int) -> None:

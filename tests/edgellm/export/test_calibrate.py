@@ -83,6 +83,7 @@ def test_the_first_token_and_a_short_tail_are_both_the_hosts(static_llm: LLM, co
     assert np.abs(results[0] - results[1]).max() < 0.08 * np.abs(results[1]).max()
 
 
+@pytest.mark.slow
 def test_two_calibrations_are_the_same_and_seeds_differ(
     export_static: Export, tmp_path: Path
 ) -> None:

@@ -254,6 +254,7 @@ def test_two_processes_export_once(tiny_model: Path, tmp_path: Path) -> None:
     open_bundle(tmp_path / "bundle", verify=True)
 
 
+@pytest.mark.slow
 def test_killed_export_leaves_no_bundle(tiny_model: Path, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path; from edgellm.export import export\n"

@@ -92,6 +92,7 @@ def test_a_cut_segment_with_its_correction_has_no_clipping(
     assert np.abs(hidden(np.zeros_like(residual)) - exact).max() > 0.05
 
 
+@pytest.mark.slow
 def test_shadows_bring_back_what_clipping_takes(bundle_path: Callable[[float], Path]) -> None:
     def hidden(llm: LLM) -> np.ndarray:
         rows: list[np.ndarray] = []

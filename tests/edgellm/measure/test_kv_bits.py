@@ -102,7 +102,7 @@ class Captured:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_losses_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """With attention of the float64 reference on packed rows in one layer at a time."""
     capture = Captured()

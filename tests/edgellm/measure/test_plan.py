@@ -122,6 +122,7 @@ def test_a_gpu_has_limits(triton_device: str) -> None:
     assert ("interpreted" in found.kind) == (triton_device == "cpu")
 
 
+@pytest.mark.slow
 def test_command(bundle_path: Path, cli: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     model = ("-m", str(bundle_path))
     found = cli("plan", "70", *model, "--prefill", "cpu", "--precision", "f32")

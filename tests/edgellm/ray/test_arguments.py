@@ -61,6 +61,7 @@ def test_what_is_wrong_is_named(wrong: dict[str, Any], says: str) -> None:
         Arguments(**wrong)
 
 
+@pytest.mark.slow
 def test_nothing_imports_ray_unless_asked() -> None:
     code = (
         "import sys, edgellm.ray, edgellm.ray.prefix_routing, edgellm.engine.hand_over,"

