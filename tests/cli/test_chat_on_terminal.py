@@ -173,7 +173,8 @@ def test_errors_to_a_file(shell: Shell) -> None:
     assert "there is no command /nonsense" in (terminal.folder / "errors").read_text()
 
 
-@pytest.mark.parametrize("length", [100, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [100, 5000])
 def test_pasted_text_is_one_message(shell: Shell, length: int) -> None:
     terminal = start(shell, "--no-stats -n 4", rows=12, columns=100)
     lines = "\n".join(f"line {i} of a text" for i in range(length // 20))

@@ -106,23 +106,19 @@ def test_doctor_says_what_failed_and_what_to_do(
     assert "2 of 4 checks failed: segment 0, segment 1\nWhat to do: " in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 @pytest.mark.parametrize(
     "arguments",
     [
         ["perplexity", "TEXT", "--window", "16"],
-        *(
-            pytest.param(arguments, marks=pytest.mark.slow)
-            for arguments in (
-                ["bench", "-n", "1000", "-r", "1000"],
-                ["perplexity", "TEXT", "--window", "16", "--through", "decode"],
-                ["quality"],
-                ["quality", "-f", "TEXT", "--window", "16", "--max-windows", "1000"],
-                ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
-                ["doctor"],
-                ["doctor", "--prefill", "cpu"],
-            )
-        ),
+        ["bench", "-n", "1000", "-r", "1000"],
+        ["perplexity", "TEXT", "--window", "16", "--through", "decode"],
+        ["quality"],
+        ["quality", "-f", "TEXT", "--window", "16", "--max-windows", "1000"],
+        ["plan", "3000", "--prefill", "cpu", "--schedule", "out-of-order"],
+        ["doctor"],
+        ["doctor", "--prefill", "cpu"],
     ],
     ids=" ".join,
 )

@@ -250,6 +250,7 @@ def follows(logit_filter: LogitFilter | None, llm: LLM, text: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_model_without_tools_calls_where_it_must(llm: LLM) -> None:
     chat = llm.chat(tools=TOOLS, temperature=0, max_tokens=100)
     with pytest.raises(TemplateError, match="no place for tools"):

@@ -118,6 +118,7 @@ def steps(
 CUTS = [3, 40, *range(41, 100)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [4, 5, 7, 24])
 def test_results_are_the_same(native_library: ctypes.CDLL, mapped: Mapped, experts: int) -> None:
     _, expected = steps(native_library, mapped, CUTS, None)

@@ -67,6 +67,7 @@ def test_every_segment_runs_whole_on_the_htp(
         assert np.abs(found - expected).max() < 0.03 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 def test_compiled_once(bundle_path: Path, edgellm_home: Path) -> None:
     steps: list[Progress] = []
     bundle = open_bundle(bundle_path)

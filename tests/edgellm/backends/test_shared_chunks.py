@@ -155,6 +155,7 @@ def test_a_row_does_not_depend_on_its_company(tiny_bundle: Path, precision: str)
     assert_rows_as_alone(chunked(tiny_bundle, precision=precision))
 
 
+@pytest.mark.slow
 def test_what_a_grid_clips_does_not_depend_on_company(
     export_static: Callable[..., Path], make_model: Callable[..., Path], tmp_path: Path
 ) -> None:

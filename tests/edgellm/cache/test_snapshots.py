@@ -126,6 +126,7 @@ def large_states(ctx_size: int) -> KVCache:
     return make(groups, ctx_size=ctx_size, blocks=ctx_size // BLOCK + 1)
 
 
+@pytest.mark.slow
 def test_a_chat_of_ten_turns_computes_its_new_tokens_alone() -> None:
     cache = large_states(4096)
     assert turns(cache, 10, prompt=230, answer=100) == [230] * 10

@@ -156,6 +156,7 @@ def test_a_policy_that_there_is_not(llm: LLM) -> None:
         llm.generation_options(context_policy="forget")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_chat_forgets_whole_turns(llm: LLM) -> None:
     chat = llm.chat(
         system="You are a pirate.", temperature=0, max_tokens=16, context_policy="shift"

@@ -46,6 +46,7 @@ def test_another_owner_has_a_place_at_once_and_soon_as_many() -> None:
     finish(llm, everybody)
 
 
+@pytest.mark.slow
 def test_several_answers_to_each_prompt_keep_no_other_prompt_out() -> None:
     """Without keys: all are of one owner. The other would wait for some of 80 answers to end."""
     llm = start(512, blocks=900)

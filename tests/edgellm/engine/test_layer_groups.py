@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from breadth import one_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engine import (
@@ -122,7 +123,7 @@ def test_a_long_prompt_beside_streams_against_one_in_rows(
 
 
 @pytest.mark.parametrize("decoding", [0, 5])
-@pytest.mark.parametrize("later", [i * 0.37 for i in range(20)])
+@pytest.mark.parametrize("later", one_in(5, (i * 0.37 for i in range(20))))
 def test_a_short_prompt_behind_three_long_ones(decoding: int, later: float) -> None:
     """It goes through all layers with the decodes, whoever rests between.
 

@@ -96,18 +96,15 @@ def watched(folder: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LLM, Groups]:
 # What is computed.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
         ("f32", {"decode": "chunked", "schedule": "out-of-order"}),
-        pytest.param("w8a8", {"decode": "chunked"}, marks=pytest.mark.slow),
-        pytest.param("w8a16-qdq", {"decode": HOST}, marks=[pytest.mark.slow, needs_native]),
-        pytest.param(
-            "w8a16-qdq",
-            {"decode": "chunked", "schedule": "out-of-order"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("w8a8-qdq", {"decode": HOST}, marks=pytest.mark.slow),
+        ("w8a8", {"decode": "chunked"}),
+        pytest.param("w8a16-qdq", {"decode": HOST}, marks=needs_native),
+        ("w8a16-qdq", {"decode": "chunked", "schedule": "out-of-order"}),
+        ("w8a8-qdq", {"decode": HOST}),
     ],
     ids=str,
 )

@@ -188,6 +188,7 @@ def test_panics_of_the_library_are_tokenizer_errors(make_model: MakeModel, kind:
         use()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_of_the_system(tiny_model: Path, tmp_path: Path) -> None:
     """A limit on file size stands for a full disk: writes fail half-way in the same way."""
     code = (

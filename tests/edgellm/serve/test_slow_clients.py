@@ -54,6 +54,7 @@ def test_a_client_that_never_reads(
         until(lambda: server.deserted)
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_gets_all(serving: Callable[..., Running]) -> None:
     """More than there is room for between the two, a little at a time."""
     server = serving()

@@ -311,6 +311,7 @@ def sources(draw: st.DrawFn) -> str:
 FUZZ_WORK = 1 << 16
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(sources())
 def test_any_template_renders_or_is_refused(source: str) -> None:

@@ -105,6 +105,7 @@ def test_embeddings_come_between(tiny: LLM) -> None:
     assert_ended(fresh)
 
 
+@pytest.mark.slow
 def test_blocks_are_its_own_until_the_thread_is_done(
     bundle_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
