@@ -76,29 +76,36 @@ public:
     void score4(int width, const uint8_t* panels, ptrdiff_t to_next, const float* shift, float* scores) const {
         const size_t half = width_ / 2;
         for (int j = 0; j < width; j += COLUMNS * LANES) {
-            IVec sum[R][COLUMNS] = {}, rest[R][COLUMNS] = {};
+            CodeSum<15> sum[R][COLUMNS], rest[R][COLUMNS];
             const uint8_t* keys = panels + edgellm::KV::key_place(j, 0, width_ / 2);
-            for (size_t d = 0; d < half; d += 4, keys += 4 * edgellm::KEYS) {
-                Bytes low[COLUMNS], high[COLUMNS];
-                unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
-                    const uint8_t* both = keys + c * LANES * half;
-                    if (AHEAD) fetch(both + to_next);
-                    low[c] = low_halves(load_bytes(both));
-                    high[c] = high_halves(load_bytes(both));
-                });
-                unrolled<R>([&](int r) EDGELLM_INLINED {
-                    const size_t at = r * size_t(width_) + d;
-                    const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
-                    const Bytes x2 = splat_quad(codes_ + at + half), y2 = splat_quad(fine_ + at + half);
+            for (size_t d = 0; d < half;) {
+                const size_t end = std::min<size_t>(half, d + 4 * (CodeSum<15>::LIMIT / 2));
+                for (; d < end; d += 4, keys += 4 * edgellm::KEYS) {
+                    Bytes low[COLUMNS], high[COLUMNS];
                     unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
-                        sum[r][c] = dot(dot(sum[r][c], low[c], x), high[c], x2);
-                        rest[r][c] = dot(dot(rest[r][c], low[c], y), high[c], y2);
+                        const uint8_t* both = keys + c * LANES * half;
+                        if (AHEAD) fetch(both + to_next);
+                        low[c] = low_halves(load_bytes(both));
+                        high[c] = high_halves(load_bytes(both));
                     });
-                });
+                    unrolled<R>([&](int r) EDGELLM_INLINED {
+                        const size_t at = r * size_t(width_) + d;
+                        const Bytes x = splat_quad(codes_ + at), y = splat_quad(fine_ + at);
+                        const Bytes x2 = splat_quad(codes_ + at + half), y2 = splat_quad(fine_ + at + half);
+                        unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
+                            sum[r][c].add(low[c], x);
+                            sum[r][c].add(high[c], x2);
+                            rest[r][c].add(low[c], y);
+                            rest[r][c].add(high[c], y2);
+                        });
+                    });
+                }
+                settle(sum);
+                settle(rest);
             }
             unrolled<R>([&](int r) EDGELLM_INLINED {
                 unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {
-                    const IVec whole = 2 * (sum[r][c] * FINE_STEPS + rest[r][c]) + start_[r];
+                    const IVec whole = 2 * (sum[r][c].sum() * FINE_STEPS + rest[r][c].sum()) + start_[r];
                     float* out = scores + r * edgellm::BLOCK + j + c * LANES;
                     store(out, to_float(whole) * splat(scale_[r]) + splat(shift[r]));
                 });

@@ -95,35 +95,40 @@ private:
     void add_packed(TileState& tile, int d, const float* w_scale, const int32_t* start) {
         constexpr int N = TOGETHER * C;
         const int columns = head_dim_ / PARTS, step = padded(head_dim_), count = PART ? columns - d : LANES;
-        IVec high[R][N] = {}, low[R][N] = {};
+        CodeSum<TOP> high[R][N], low[R][N];
         const uint8_t* from = values_ + 4 * d;
-        const int8_t *high_codes = high_, *low_codes = low_;
-        for (int quad = 0; quad < edgellm::BLOCK / 4; ++quad, from += 4 * columns, high_codes += 4, low_codes += 4) {
-            Bytes value[N];
-            unrolled<C>([&](int c) EDGELLM_INLINED {
-                if (AHEAD) fetch(from + 4 * c * LANES + values_to_next_);
-                Bytes all = {};
-                if (PART)
-                    std::memcpy(&all, from, 4 * size_t(count));
-                else
-                    all = load_bytes(from + 4 * c * LANES);
-                static_assert(TOGETHER == 2, "two numbers of a byte at a time");
-                value[2 * c] = bits_of<VALUE_BITS, 2 * SCALE * VALUE_BITS>(all);
-                value[2 * c + 1] = bits_of<VALUE_BITS, (2 * SCALE + 1) * VALUE_BITS>(all);
-            });
-            unrolled<R>([&](int r) EDGELLM_INLINED {
-                const Bytes x = splat_quad(high_codes + r * edgellm::BLOCK);
-                const Bytes y = splat_quad(low_codes + r * edgellm::BLOCK);
-                unrolled<N>([&](int c) EDGELLM_INLINED {
-                    high[r][c] = dot(high[r][c], value[c], x);
-                    low[r][c] = dot(low[r][c], value[c], y);
+        constexpr int QUADS = edgellm::BLOCK / 4, TURN = std::min(QUADS, CodeSum<TOP>::LIMIT);
+        static_assert(QUADS % TURN == 0, "sums settle after as many quads each time");
+        for (int quad = 0; quad < QUADS;) {
+            for (const int end = quad + TURN; quad < end; ++quad, from += 4 * columns) {
+                Bytes value[N];
+                unrolled<C>([&](int c) EDGELLM_INLINED {
+                    if (AHEAD) fetch(from + 4 * c * LANES + values_to_next_);
+                    Bytes all = {};
+                    if (PART)
+                        std::memcpy(&all, from, 4 * size_t(count));
+                    else
+                        all = load_bytes(from + 4 * c * LANES);
+                    static_assert(TOGETHER == 2, "two numbers of a byte at a time");
+                    value[2 * c] = bits_of<VALUE_BITS, 2 * SCALE * VALUE_BITS>(all);
+                    value[2 * c + 1] = bits_of<VALUE_BITS, (2 * SCALE + 1) * VALUE_BITS>(all);
                 });
-            });
+                unrolled<R>([&](int r) EDGELLM_INLINED {
+                    const Bytes x = splat_quad(high_ + r * edgellm::BLOCK + 4 * quad);
+                    const Bytes y = splat_quad(low_ + r * edgellm::BLOCK + 4 * quad);
+                    unrolled<N>([&](int c) EDGELLM_INLINED {
+                        high[r][c].add(value[c], x);
+                        low[r][c].add(value[c], y);
+                    });
+                });
+            }
+            settle(high);
+            settle(low);
         }
         unrolled<R>([&](int r) EDGELLM_INLINED {
             unrolled<N>([&](int c) EDGELLM_INLINED {
                 float* out = tile.values + size_t(r) * step + d + (2 * SCALE + c % 2) * columns + c / 2 * LANES;
-                const Vec sum = to_float(2 * ((high[r][c] << 7) + low[r][c]) + start[r]);
+                const Vec sum = to_float(2 * ((high[r][c].sum() << 7) + low[r][c].sum()) + start[r]);
                 const Vec all = load_some(out, count) * splat(tile.shrink[r]) + sum * splat(w_scale[r]);
                 if (PART)
                     std::memcpy(out, &all, 4 * size_t(count));

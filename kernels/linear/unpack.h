@@ -53,10 +53,17 @@ constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 
 // The code that stands for 0 where codes are unsigned and not affine.
 constexpr int zero_of(int kind) { return arithmetic(kind) == HALVES ? 32 : start_of(kind) == 2 ? 16 : 8; }
 
+// The sum of products of codes, the weights' first, with an interface for both.
+struct SignedSum {
+    static constexpr int LIMIT = 4;
+    IVec sum_;
+    explicit SignedSum(IVec start = IVec{}) : sum_(start) {}
+    void add(Bytes weight, Bytes quad) { sum_ = dot_signed(sum_, weight, quad); }
+    void settle() {}
+    IVec sum() const { return sum_; }
+};
 template <int ARITHMETIC>
-inline IVec multiply_add(IVec sum, Bytes weight, Bytes quad) {
-    return is_signed(ARITHMETIC) ? dot_signed(sum, weight, quad) : dot(sum, weight, quad);
-}
+using Sum = std::conditional_t<is_signed(ARITHMETIC), SignedSum, CodeSum<ARITHMETIC == HALVES ? 63 : 31>>;
 
 // The codes of one group, for LANES outputs from one on: two quads at a time, i and i + 4.
 template <int KIND>
@@ -168,19 +175,27 @@ struct Packed {
 
     // Add the products of one group with ROWS rows of codes to `dots`.
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* x, IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
+    EDGELLM_INLINED void dot_group(int g, int lane, const int8_t* x, IVec (*all)[parts_of(ARITHMETIC)][ROWS]) const {
         IVec(&dots)[parts_of(ARITHMETIC)][ROWS] = *all;
         const Codes<KIND> packed = codes(g, lane);
-        for (int i = 0; i < 4; ++i) {
+        constexpr int PARTS = parts_of(ARITHMETIC);
+        Sum<ARITHMETIC> sums[PARTS][ROWS];
+        unrolled<PARTS>([&](int part) EDGELLM_INLINED {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED { sums[part][r] = Sum<ARITHMETIC>(dots[part][r]); });
+        });
+        unrolled<4>([&](int i) EDGELLM_INLINED {
             Bytes low, top;
             packed.pair(i, low, top);
-            for (int r = 0; r < ROWS; ++r) {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED {
                 const int8_t* quad = x + r * edgellm::GROUP + 4 * i;
-                IVec &first = dots[0][r], &second = dots[parts_of(ARITHMETIC) - 1][r];
-                first = multiply_add<ARITHMETIC>(first, low, splat_quad(quad));
-                second = multiply_add<ARITHMETIC>(second, top, splat_quad(quad + 16));
-            }
-        }
+                sums[0][r].add(low, splat_quad(quad));
+                sums[PARTS - 1][r].add(top, splat_quad(quad + 16));
+            });
+            if ((i + 1) * (3 - PARTS) % Sum<ARITHMETIC>::LIMIT == 0) settle(sums);
+        });
+        unrolled<PARTS>([&](int part) EDGELLM_INLINED {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED { dots[part][r] = sums[part][r].sum(); });
+        });
     }
     // The number `index` of LANES scales and offsets of a group.
     Vec factor(int g, int lane, int index) const {
@@ -252,24 +267,32 @@ struct Shared {
     void fetch_ahead(int) const {}
 
     template <int ROWS>
-    void dot_group(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+    EDGELLM_INLINED void dot_group(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
         dot_half<0, ROWS>(g, lane, x, dots);
         dot_half<1, ROWS>(g, lane, x, dots);
     }
     // A part that is known when it is compiled: else GCC keeps the sums in memory, half as fast.
     template <int HALF, int ROWS>
-    void dot_half(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
+    EDGELLM_INLINED void dot_half(int g, int lane, const int8_t* x, IVec (*dots)[parts_of(ARITHMETIC)][ROWS]) const {
         constexpr int part = HALF * (parts_of(ARITHMETIC) - 1);
-        for (int i = 4 * HALF; i < 4 * HALF + 4; ++i) {
+        Sum<ARITHMETIC> sums[PANELS][ROWS];
+        unrolled<PANELS>([&](int p) EDGELLM_INLINED {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED { sums[p][r] = Sum<ARITHMETIC>(dots[p][part][r]); });
+        });
+        unrolled<4>([&](int quarter) EDGELLM_INLINED {
+            const int i = 4 * HALF + quarter;
             Bytes weights[PANELS];
             for (int p = 0; p < PANELS; ++p)
                 weights[p] = load_bytes(groups[p * K_TILE + g].codes + 64 * i + 4 * lane);
-            for (int r = 0; r < ROWS; ++r) {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED {
                 const Bytes quad = splat_quad(x + r * edgellm::GROUP + 4 * i);
-                for (int p = 0; p < PANELS; ++p)
-                    dots[p][part][r] = multiply_add<ARITHMETIC>(dots[p][part][r], weights[p], quad);
-            }
-        }
+                unrolled<PANELS>([&](int p) EDGELLM_INLINED { sums[p][r].add(weights[p], quad); });
+            });
+            if ((quarter + 1) % Sum<ARITHMETIC>::LIMIT == 0) settle(sums);
+        });
+        unrolled<PANELS>([&](int p) EDGELLM_INLINED {
+            unrolled<ROWS>([&](int r) EDGELLM_INLINED { dots[p][part][r] = sums[p][r].sum(); });
+        });
     }
     Vec scale(int p, int g, int lane, int part) const {
         return load(groups[p * K_TILE + g].scale[part] + lane);

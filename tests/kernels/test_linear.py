@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,6 +54,20 @@ def test_matches_reference(use_isa: UseISA, kind: str) -> None:
                 error = np.abs(linear(use_isa(isa), x, panels, threads=2) - expected)
                 allowed = 1e-6 * np.abs(weight).max() * panels.inputs
                 assert error.max() <= allowed, (isa, outputs, groups, rows)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_largest_codes_fit_their_sums(use_isa: UseISA, kind: str, sign: int) -> None:
+    """Sums of few products have 16 bits with some instruction sets."""
+    weight = random_weight(kind, 33, 512, np.random.default_rng(7))
+    most = (1 << weight.kind.bits) - 1
+    panels = pack_weight(replace(weight, codes=np.full_like(weight.codes, most)))
+    for rows, isa in itertools.product((1, 4, 17), HERE):
+        x = np.full((rows, panels.inputs), 0.25 * sign, np.float32)
+        expected = reference.linear(x, dequantize(unpack_weight(panels)))
+        found = linear(use_isa(isa), x, panels)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=isa)
 
 
 @pytest.mark.parametrize("kind", KINDS)

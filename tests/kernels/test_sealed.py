@@ -87,6 +87,29 @@ def test_rows_read_hot_and_sealed_blocks_as_the_reference_does(
 
 
 @pytest.mark.parametrize("format", SEALED)
+@pytest.mark.parametrize(("query", "apart"), [(0.5, True), (-0.5, True), (1e-6, False)])
+def test_the_largest_codes_fit_their_sums(
+    use_isa: UseISA, format: KVFormat, query: float, apart: bool
+) -> None:
+    """Sums of few products have 16 bits with some instruction sets.
+
+    Args:
+        apart: whether every second value is the opposite of the others; else all weights are alike.
+    """
+    k, v = (np.zeros((4 * BLOCK, 1, 64), np.float32) for _ in range(2))
+    k[:] = v[:, :, 0] = 1  # the transform makes all numbers of a value alike
+    k[::2] = -1  # the least code of each channel, and the largest one
+    if apart:
+        v[::2] *= -1
+    q = np.full((1, 3, 64), query, np.float32)
+    expected = reference.attend(q, k, v, len(k) - 1)
+    for isa in HERE:
+        library = use_isa(isa)
+        found = attend(library, filled(library, format, k, v), q, len(k) - 1)
+        np.testing.assert_allclose(found, expected, atol=2e-3, rtol=0, err_msg=isa)
+
+
+@pytest.mark.parametrize("format", SEALED)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.usefixtures("poisoned", "eight_cores")
 def test_company_makes_no_difference(compiled: ctypes.CDLL, format: KVFormat, threads: int) -> None:
