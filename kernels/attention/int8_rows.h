@@ -79,7 +79,7 @@ public:
             CodeSum<15> sum[R][COLUMNS], rest[R][COLUMNS];
             const uint8_t* keys = panels + edgellm::KV::key_place(j, 0, width_ / 2);
             for (size_t d = 0; d < half;) {
-                const size_t end = std::min<size_t>(half, d + 4 * (CodeSum<15>::LIMIT / 2));
+                const size_t end = std::min<size_t>(half, d + 4 * (CodeSum<15>::LIMIT / 2));  // each adds twice
                 for (; d < end; d += 4, keys += 4 * edgellm::KEYS) {
                     Bytes low[COLUMNS], high[COLUMNS];
                     unrolled<COLUMNS>([&](int c) EDGELLM_INLINED {

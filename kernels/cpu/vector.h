@@ -280,39 +280,6 @@ inline IVec dot(IVec sum, Bytes a, Bytes b) {
 #endif
 }
 
-// The same for a in 0 .. MOST, a code of few bits, where the sum is read after `settle`, which is called after every
-// LIMIT products at least. AVX2 alone adds them up in 16 bits, with two instructions in place of three.
-template <int MOST>
-class CodeSum {
-public:
-    static constexpr int LIMIT = 32767 / (2 * 127 * MOST);
-    explicit CodeSum(IVec start = IVec{}) : sum_(start) {}
-#if defined(EDGELLM_AVX2) && !defined(EDGELLM_VNNI256) && !defined(EDGELLM_VNNI512)
-    void add(Bytes a, Bytes b) { part_ += (Shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
-    void settle() {
-        sum_ += (IVec)_mm256_madd_epi16((__m256i)part_, _mm256_set1_epi16(1));
-        part_ = Shorts{};
-    }
-
-private:
-    typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
-    Shorts part_ = {};
-#else
-    void add(Bytes a, Bytes b) { sum_ = dot(sum_, a, b); }
-    void settle() {}
-
-private:
-#endif
-    IVec sum_;
-
-public:
-    IVec sum() const { return sum_; }
-};
-template <typename Sum, int R, int C>
-inline void settle(Sum (&sums)[R][C]) {
-    unrolled<R>([&](int r) EDGELLM_INLINED { unrolled<C>([&](int c) EDGELLM_INLINED { sums[r][c].settle(); }); });
-}
-
 // The same for a from -127 to 127. VNNI multiplies unsigned by signed bytes, so there `operand`
 // makes a + 128 of a, and the sum has to start from START * (sum of b).
 #if defined(EDGELLM_VNNI512) || defined(EDGELLM_VNNI256)
@@ -331,6 +298,54 @@ inline IVec dot_signed(IVec sum, Bytes a, Bytes b) {
 #endif
 }
 #endif
+
+// A sum of `dot` whose a is a code of few bits, 0 .. MOST. It is whole after `settle`, and at most LIMIT calls of `add` lie
+// between two of those. AVX2 without VNNI adds up in 16 bits: two instructions in place of three.
+template <int MOST>
+class CodeSum {
+public:
+    static constexpr int LIMIT = 32767 / (2 * 127 * MOST);
+
+    explicit CodeSum(IVec start = IVec{}) : sum_(start) {}
+    IVec sum() const { return sum_; }
+
+#if defined(EDGELLM_AVX2) && !defined(EDGELLM_VNNI256) && !defined(EDGELLM_VNNI512)
+    void add(Bytes a, Bytes b) { part_ += (Shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b); }
+    void settle() {
+        sum_ += (IVec)_mm256_madd_epi16((__m256i)part_, _mm256_set1_epi16(1));
+        part_ = Shorts{};
+    }
+
+private:
+    typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
+    Shorts part_ = {};
+#else
+    void add(Bytes a, Bytes b) { sum_ = dot(sum_, a, b); }
+    void settle() {}
+
+private:
+#endif
+    IVec sum_;
+};
+
+// The same of `dot_signed`, which is whole at once.
+class SignedSum {
+public:
+    static constexpr int LIMIT = 1;
+
+    explicit SignedSum(IVec start = IVec{}) : sum_(start) {}
+    IVec sum() const { return sum_; }
+    void add(Bytes a, Bytes b) { sum_ = dot_signed(sum_, a, b); }
+    void settle() {}
+
+private:
+    IVec sum_;
+};
+
+template <typename Sums, int R, int C>
+inline void settle(Sums (&sums)[R][C]) {
+    unrolled<R>([&](int r) EDGELLM_INLINED { unrolled<C>([&](int c) EDGELLM_INLINED { sums[r][c].settle(); }); });
+}
 
 // What the codes of IQ4_NL and IQ4_XS stand for, and twice what those of E2M1 floats do.
 alignas(16) constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,

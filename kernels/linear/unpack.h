@@ -53,15 +53,7 @@ constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 
 // The code that stands for 0 where codes are unsigned and not affine.
 constexpr int zero_of(int kind) { return arithmetic(kind) == HALVES ? 32 : start_of(kind) == 2 ? 16 : 8; }
 
-// The sum of products of codes, the weights' first, with an interface for both.
-struct SignedSum {
-    static constexpr int LIMIT = 4;
-    IVec sum_;
-    explicit SignedSum(IVec start = IVec{}) : sum_(start) {}
-    void add(Bytes weight, Bytes quad) { sum_ = dot_signed(sum_, weight, quad); }
-    void settle() {}
-    IVec sum() const { return sum_; }
-};
+// Of the products of a group, the weights' codes first.
 template <int ARITHMETIC>
 using Sum = std::conditional_t<is_signed(ARITHMETIC), SignedSum, CodeSum<ARITHMETIC == HALVES ? 63 : 31>>;
 

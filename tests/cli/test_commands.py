@@ -303,7 +303,6 @@ def test_help_imports_no_command(cli: Cli) -> None:
         assert f"  {name}" in found.stdout
 
 
-@pytest.mark.slow
 def test_interrupt_stops_the_answer(smollm2: Bundle) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "edgellm.cli.main", "run", str(smollm2.path), "Count to 1000.",

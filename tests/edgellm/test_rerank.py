@@ -36,7 +36,6 @@ def judge(smollm2: Any) -> LLM:
     return load(str(smollm2.path), ctx_size=1024)
 
 
-@pytest.mark.slow
 def test_yes_beside_no(judge: LLM) -> None:
     """The relevance is what the logits after the prompt say, computed alone."""
     found = judge.rerank(QUERY, DOCUMENTS, method="yes_no", instruction="Find texts on cats")

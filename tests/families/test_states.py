@@ -245,7 +245,7 @@ def test_blocks_on_disk(judged: Judged, tmp_path: Path) -> None:
     same(answer, judged.scratch(TOKENS[:300]))
 
 
-@pytest.mark.parametrize("scheduling", one_in(3, ["stall_free", "layered", "serial"]))
+@pytest.mark.parametrize("scheduling", ["stall_free", "layered", "serial"])
 def test_answers_together_are_those_alone(judged: Judged, scheduling: Any) -> None:
     """In a cache that holds not all of them at once: some wait, or are computed again."""
     prompts = [TOKENS[i : i + length] for i, length in enumerate((3, 300, 127, 41, 200))]

@@ -9,7 +9,7 @@ import pytest
 
 
 def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
-    """All cases; of each `count` of them, those behind the first are slow."""
+    """Cases, a tuple for several arguments; those behind the first of each `count` are slow."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),

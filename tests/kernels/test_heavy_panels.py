@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from breadth import one_in
 from instruction_sets import HERE, UseISA
 
 from edgellm.kernels.attention import native, reference
@@ -46,9 +47,8 @@ def filled(k: np.ndarray, v: np.ndarray) -> KVBlocks:
     return blocks
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(3, 1, 64), (2, 2, 8), (4, 2, 24), (5, 1, 80)]
+    ("heads", "kv_heads", "head_dim"), one_in(4, [(2, 2, 8), (3, 1, 64), (4, 2, 24), (5, 1, 80)])
 )
 @pytest.mark.usefixtures("poisoned")
 def test_whole_blocks_read_the_panels_that_the_reference_chooses(

@@ -59,15 +59,20 @@ def test_matches_reference(use_isa: UseISA, kind: str) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_codes_fit_their_sums(use_isa: UseISA, kind: str, sign: int) -> None:
-    """Sums of few products have 16 bits with some instruction sets."""
+    """Sums of few products have 16 bits with some instruction sets, both terms of activations."""
     weight = random_weight(kind, 33, 512, np.random.default_rng(7))
     most = (1 << weight.kind.bits) - 1
     panels = pack_weight(replace(weight, codes=np.full_like(weight.codes, most)))
+    weight_values = dequantize(unpack_weight(panels))
     for rows, isa in itertools.product((1, 4, 17), HERE):
-        x = np.full((rows, panels.inputs), 0.25 * sign, np.float32)
-        expected = reference.linear(x, dequantize(unpack_weight(panels)))
+        x = np.full((rows, panels.inputs), 127 * sign, np.float32)
         found = linear(use_isa(isa), x, panels)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=isa)
+        expected = reference.linear(x, weight_values)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-3, err_msg=isa)
+        x.reshape(rows, -1, 32)[..., 1:] = 126.5 * sign
+        found = linear(use_isa(isa), x, panels, fine=True)
+        exact = x.astype(np.float64) @ weight_values.T.astype(np.float64)
+        np.testing.assert_allclose(found, exact, rtol=1e-4, atol=0.1, err_msg=isa)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -94,7 +94,8 @@ def test_the_largest_codes_fit_their_sums(
     """Sums of few products have 16 bits with some instruction sets.
 
     Args:
-        apart: whether every second value is the opposite of the others; else all weights are alike.
+        query: a small one makes all weights alike, and so as large as they may be.
+        apart: whether every second value is the opposite of the others, which tells keys apart.
     """
     k, v = (np.zeros((4 * BLOCK, 1, 64), np.float32) for _ in range(2))
     k[:] = v[:, :, 0] = 1  # the transform makes all numbers of a value alike
@@ -102,6 +103,7 @@ def test_the_largest_codes_fit_their_sums(
     if apart:
         v[::2] *= -1
     q = np.full((1, 3, 64), query, np.float32)
+    q[..., 1:] *= 126.5 / 127  # the rest of their rounding is the largest as well
     expected = reference.attend(q, k, v, len(k) - 1)
     for isa in HERE:
         library = use_isa(isa)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +25,6 @@ def test_a_loop_is_noticed_once_it_is_long_enough() -> None:
     assert not loops([5] * 6400, 0)
 
 
-@pytest.mark.slow
 def test_an_endless_answer_ends_and_says_why(chosen_llm: LLM) -> None:
     prompt = "0 1 0 1 " * 30
     limits = {"temperature": 0.0, "repetition_limit": 64}

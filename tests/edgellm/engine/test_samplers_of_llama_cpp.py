@@ -85,7 +85,6 @@ def test_greedy_takes_the_best_where_it_stands(changes: dict[str, Any], expected
     assert Sampler(options).sample(logits, [3]) == expected
 
 
-@pytest.mark.slow
 def test_mirostat_moves_towards_its_target() -> None:
     """The mean surprise of many draws is near the target, whatever the logits."""
     logits = (np.random.default_rng(0).standard_normal(2000) * 2).astype(np.float32)
