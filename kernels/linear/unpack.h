@@ -53,7 +53,8 @@ constexpr int start_of(int kind) { return edgellm::TRAITS[kind].bits == 5 ? 2 : 
 // The code that stands for 0 where codes are unsigned and not affine.
 constexpr int zero_of(int kind) { return arithmetic(kind) == HALVES ? 32 : start_of(kind) == 2 ? 16 : 8; }
 
-// Of the products of a group, the weights' codes first.
+// Of the products of a group, the weights' codes first. Those of 4 bits settle as often as those of 5, twice a group: once, with
+// all eight quads written out, was slower (Zen 3).
 template <int ARITHMETIC>
 using Sum = std::conditional_t<is_signed(ARITHMETIC), SignedSum, CodeSum<ARITHMETIC == HALVES ? 63 : 31>>;
 
@@ -183,6 +184,7 @@ struct Packed {
                 sums[0][r].add(low, splat_quad(quad));
                 sums[PARTS - 1][r].add(top, splat_quad(quad + 16));
             });
+            // one sum adds twice a turn, two sums once each
             if ((i + 1) * (3 - PARTS) % Sum<ARITHMETIC>::LIMIT == 0) settle(sums);
         });
         unrolled<PARTS>([&](int part) EDGELLM_INLINED {
